@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from multiprocessing.connection import Client, Connection, Listener
 
-from ckptstore.tools.bench.case import process_group, use_threads
+from ckptstore.tools.bench.case import process_group
 from ckptstore.tools.bench.figures.report import WorkloadOutcome
-from ckptstore.tools.bench.peers.registry import CONTENDERS
 from ckptstore.tools.bench.run import in_ranks
 from ckptstore.tools.bench.turns import Contest, Entrant
-from ckptstore.tools.bench.work import Task, action_of, case_of, figure_of, size_of
+from ckptstore.tools.bench.work import Task, case_of
 
 _STARTER = ThreadPoolExecutor(1)
 """One thread for all of them, which lasts: processes that it starts end with it."""
@@ -61,17 +60,16 @@ def take_orders(task: Task, kind: type[Contest], address: str) -> None:
     """Take a turn for each name that the test sends, as one of the ranks; the first one answers for all."""
     warnings.simplefilter("ignore")
     with process_group() as (rank, world_size), Client(address) if rank == 0 else nullcontext() as line:
-        use_threads(world_size, os.cpu_count() or 1)
         case = case_of(task, rank, world_size)
-        contest = kind(case, action_of(task.name), figure=figure_of(task.name), tell=lambda *_: None)
-        kinds, entrants = {one.name: one for one in CONTENDERS[task.name]}, dict[str, Entrant]()
+        contest = kind(case, task.table.action, figure=task.table.figure, tell=lambda *_: None)
+        kinds, entrants = {one.name: one for one in task.table.contenders}, dict[str, Entrant]()
         while name := case.gather(line and line.recv())[0]:
             if name not in entrants:
                 entrants[name] = contest.enter(kinds[name])
-            entrants[name].samples.clear()
+            entrants[name].outcome = replace(entrants[name].outcome, samples=())
             contest.take(entrants[name])
-            outcomes, rank_bytes = zip(*case.gather((entrants[name].outcome(), case.rank_bytes)), strict=True)
+            outcomes, rank_bytes = zip(*case.gather((entrants[name].outcome, case.rank_bytes)), strict=True)
             if line:
-                line.send((WorkloadOutcome.over_ranks(outcomes), size_of(task, rank_bytes)))
+                line.send((WorkloadOutcome.over_ranks(outcomes), task.moved_bytes(rank_bytes)))
         for entrant in entrants.values():
             contest.leave(entrant)

@@ -19,8 +19,9 @@ from sizes import FULL, Take, group, turns
 from ckptstore.tools.bench.destination import is_disk
 from ckptstore.tools.bench.figures.report import Options, Report
 from ckptstore.tools.bench.matrix import DISK, S3, case_of
+from ckptstore.tools.bench.peers.registry import TABLES
 from ckptstore.tools.bench.run import opened, with_files
-from ckptstore.tools.bench.work import Task, contenders, figure_of
+from ckptstore.tools.bench.work import Task
 from ckptstore.tools.cli import main
 from ckptstore.tools.cli.commands.bench import options_of
 
@@ -47,7 +48,8 @@ def contests() -> list[Any]:
             options = options_of(words + ([] if FULL else SMALL))
             suits = case_of(DISK if is_disk(options.to) else S3, options.ranks)
             marks = [group(row)] if row in SOON else [group(row), pytest.mark.long]
-            for kind in contenders(words[0], options):
+            task = Task(name=words[0], options=options, place=DISK, size_bytes=0)
+            for kind in task.contenders():
                 slug = re.sub(r"\W+", "-", f"{row}-{kind.name}")
                 found += [
                     pytest.param(options, kind.name, *turn.values, id=f"{slug}-{turn.id}", marks=marks)
@@ -91,7 +93,7 @@ def stage() -> Iterator[Stage]:
 def test_contender(take: Take, stage: Stage, options: Options, contender: str, turn: int) -> None:
     """One turn."""
     ranks = stage.ranks(options)
-    take(lambda: ranks.turn(contender), figure=figure_of(options.workloads[0]))
+    take(lambda: ranks.turn(contender), figure=TABLES[options.workloads[0]].figure)
 
 
 @pytest.mark.skipif(not FULL, reason="tests/bench runs these workloads at a small size")

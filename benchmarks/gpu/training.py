@@ -47,7 +47,7 @@ class Training:
         started = time.perf_counter()
         generator = torch.Generator().manual_seed(number * 1000 + dist.get_rank())
         shape = (self.config["batch"], self.config["length"] + 1)
-        tokens = torch.randint(SHAPES[self.config["model"]].vocabulary, shape, generator=generator).to(self.device)
+        tokens = torch.randint(SHAPES[self.config["model"]].words, shape, generator=generator).to(self.device)
         logits = self.model(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         self.optimizer.zero_grad()

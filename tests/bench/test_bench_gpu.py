@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,39 +20,26 @@ from ckptstore.tools.bench import machine
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.text import markdown
-from ckptstore.tools.bench.gpu import on_device
-from ckptstore.tools.bench.gpu.first_saves import LockedMemory
+from ckptstore.tools.bench.gpu.first_saves import watch_locked
 from ckptstore.tools.bench.gpu.steps import Steps
 from ckptstore.tools.bench.gpu.training import SHAPES, shape_within
 from ckptstore.tools.bench.peers.base import Contender, Wait
 from ckptstore.tools.bench.turns import Contest
+from ckptstore.tools.bench.workloads.on_device import GPU_TABLES
 
-NAMES = ("gpu-stall", "gpu-steps", "gpu-first", "gpu-load")
 ABSENT = {"fastsafetensors", "fastsafetensors, GDS"}
 """The only rows without figures: not installed, or with CUDA alone."""
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "names",
-    [
-        # Steps go on while a process of a peer starts and imports torch; what they measure is tested below.
-        pytest.param([name for name in NAMES if name != "gpu-steps"], marks=pytest.mark.long),
-        pytest.param(NAMES, marks=pytest.mark.long),
-    ],
-    ids=["all but steps", "all"],
-)
-def test_the_rehearsal_has_figures_or_a_reason_in_each_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
-) -> None:
-    titles = {name: on_device.GPU_TITLES[name] for name in names}
-    monkeypatch.setattr(on_device, "GPU_TITLES", titles)
+@pytest.mark.long
+def test_the_rehearsal_has_figures_or_a_reason_in_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptstore.tools.bench.run.run_ranks", forked_ranks.run_ranks)  # torch is imported once
     told, place = tmp_path / "told.json", tmp_path / "place"
     options = ["--device", "cpu", "--size", "16MiB", "--shape", "tensors", "--tensor-size", "1MiB", "--repeat", 1]
     shown = bench("gpu", "--no-durable", *options, "--to", place, "--json", told).output
     value = valid(json.loads(told.read_text()))
-    assert [one["name"] for one in value["workloads"]] == [*names, *(f"{name}-2-ranks" for name in names)]
+    assert [one["name"] for one in value["workloads"]] == [*GPU_TABLES, *(f"{name}-2-ranks" for name in GPU_TABLES)]
     for workload in value["workloads"]:
         found = {one["name"]: one for one in workload["outcomes"]}
         for name, one in found.items():
@@ -144,16 +131,16 @@ def test_memory_is_locked_until_it_is_unlocked() -> None:
         return lambda *_: code
 
     works = SimpleNamespace(cudaHostRegister=answer(0), cudaHostUnregister=answer(0))
-    memory = LockedMemory(works)
+    sizes_bytes = watch_locked(works)
     works.cudaHostRegister(1 << 20, 100, 1)
     works.cudaHostRegister(2 << 20, 10, 1)
-    assert memory.size_bytes == 110
+    assert sum(sizes_bytes.values()) == 110
     works.cudaHostUnregister(1 << 20)
-    assert memory.size_bytes == 10
+    assert sum(sizes_bytes.values()) == 10
     refuses = SimpleNamespace(cudaHostRegister=answer(2), cudaHostUnregister=answer(0))
-    memory = LockedMemory(refuses)
+    sizes_bytes = watch_locked(refuses)
     assert refuses.cudaHostRegister(1 << 20, 100, 1) == 2
-    assert memory.size_bytes == 0
+    assert sizes_bytes == {}
 
 
 def test_gpus_and_driver_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

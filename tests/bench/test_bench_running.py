@@ -19,14 +19,19 @@ from ckptstore.errors import InvalidInput, StorageFull
 from ckptstore.storage.base import Bucket, WritesParts
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import RanksFailed
+from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import Place, check_room, opened_place
 from ckptstore.tools.bench.figures.report import WORKLOADS, Options
 from ckptstore.tools.bench.figures.text import scaling_lines
-from ckptstore.tools.bench.run import contest
+from ckptstore.tools.bench.peers.finding import Finder
+from ckptstore.tools.bench.peers.registry import TABLES
+from ckptstore.tools.bench.run import contests
 from ckptstore.tools.bench.shapes import PRESETS, rank_state, shapes_of, state_bytes
 from ckptstore.tools.bench.timeline import straggler
+from ckptstore.tools.bench.turns import Contest
 from ckptstore.tools.bench.work import Task
-from ckptstore.tools.bench.workloads import finding, scaling
+from ckptstore.tools.bench.workloads import scaling
+from ckptstore.tools.bench.workloads.finding import fill
 from ckptstore.tools.bench.workloads.sharded_ranks import commit_of_sharded
 from ckptstore.tools.bench.workloads.simulated import commit_of
 from ckptstore.tools.cli.commands.bench import options_of
@@ -281,7 +286,7 @@ def test_a_rank_that_writes_slowly_is_seen_in_the_timeline(tmp_path: Path) -> No
     options = Options(workloads=("save",), peers=("none",), repeat=1, shape="tensors", ranks=2)
     with opened_place(str(tmp_path), {}) as place:
         task = Task(name="save", options=options, place=place, size_bytes=32 << 20, late_rank=1, late_seconds=0.5)
-        workload = contest(task, 2, lambda *_: None)
+        (workload,) = contests([task], 2, lambda *_: None)
     late: Any = straggler(workload.timeline)
     assert late[0] == 1
     assert late[1] > 0.4
@@ -353,31 +358,28 @@ def test_what_an_upload_that_was_cut_off_left_in_a_bucket_goes_too() -> None:
 def test_a_peer_that_cannot_find_leaves_the_others_their_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(directory: Path) -> int:
+    def broken(self: Finder, directory: Path) -> int:
         raise OSError("no finder")
 
     (tmp_path / "odd.py").write_text("raise ImportError('another ABI')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(finding, "_NUM_LOCAL", (1, 2))
-    kinds = [
-        finding.Finder(name=name, family=name, module=module, directory="{}", newest=newest)
-        for name, module, newest in (
-            ("good", "json", lambda directory: len([*directory.iterdir()]) - 1),
-            ("broken", "json", broken),
-            ("odd", "odd", broken),
-        )
-    ]
-    monkeypatch.setattr(finding, "FINDERS", kinds)
+    ways = {"good": lambda self, directory: len([*directory.iterdir()]) - 1, "broken": broken, "odd": broken}
+    kinds: list[Any] = [kind for kind in TABLES["ls"].contenders if kind.role != "peer"]
+    for name, newest in ways.items():
+        fields = {"family": name, "module": "odd" if name == "odd" else "json", "directory": "{}", "newest": newest}
+        kinds.append(type(name, (Finder,), {"name": name, **fields}))
     with opened_place(str(tmp_path / "place"), {}) as place:
-        options = Options(workloads=("ls",), repeat=2)
-        found = finding.finding(place, options, tell=lambda _: None)
-    for workload in found:
-        by_name = {one.name: one for one in workload.outcomes}
-        measured_ = dict.fromkeys(("ckptstore", "ckptstore, listing", "one listing of the log", "good"), "measured")
-        told = {name: one.status for name, one in by_name.items()}
-        assert told == {**measured_, "broken": "failed", "odd": "skipped"}
-        assert by_name["broken"].reason == "OSError: no finder"
-        assert by_name["good"].samples[0].retries is None
+        fill(place, 2)
+        case = Case(place=place, rank=0, world_size=1, durable=False, num_checkpoints=2)
+        found = Contest(case, "save", figure="total_seconds", tell=lambda *_: None).run(kinds, repeat=2)
+    by_name = {one.name: one for one in found}
+    told = {name: one.status for name, one in by_name.items()}
+    measured_ = dict.fromkeys(("ckptstore", "ckptstore, listing", "one listing of the log", "good"), "measured")
+    assert told == {**measured_, "broken": "failed", "odd": "skipped"}
+    assert by_name["broken"].reason == "rank 0: OSError: no finder"
+    assert by_name["odd"].reason == "odd is not installed, or cannot be imported: another ABI"
+    assert by_name["ckptstore"].samples[0].requests == 2
+    assert by_name["good"].samples[0].retries is None
 
 
 def test_a_simulation_that_fails_leaves_the_smaller_ones_their_figures(

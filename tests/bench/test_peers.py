@@ -18,15 +18,13 @@ from ckptstore.tools.bench.destination import Place, opened_place
 from ckptstore.tools.bench.figures.report import Options, Workload, WorkloadOutcome
 from ckptstore.tools.bench.figures.text import absent
 from ckptstore.tools.bench.peers.base import Contender
-from ckptstore.tools.bench.peers.registry import CONTENDERS
+from ckptstore.tools.bench.peers.registry import TABLES
 from ckptstore.tools.bench.run import contests
 from ckptstore.tools.bench.turns import Contest
 from ckptstore.tools.bench.work import Task
-from ckptstore.tools.bench.workloads.finding import FINDERS
 
 pytestmark = pytest.mark.slow
 
-ASYNC = [kind for kind in CONTENDERS["async"] if kind.role == "peer"]
 READERS = {
     "dcp": "DCP FileSystemWriter",
     "torch_checkpointing": "torch_checkpointing",
@@ -37,7 +35,7 @@ READERS = {
 
 
 def peers(table: str) -> list[type[Contender]]:
-    return [kind for kind in CONTENDERS[table] if kind.role == "peer"]
+    return [kind for kind in TABLES[table].contenders if kind.role == "peer"]
 
 
 def test_each_peer_is_in_each_table_or_a_reason_says_why_not() -> None:
@@ -52,14 +50,14 @@ def test_each_peer_is_in_each_table_or_a_reason_says_why_not() -> None:
 
 def test_no_reason_is_left_of_a_hole_that_was_filled() -> None:
     for table, holes in matrix.HOLES.items():
-        there = {one.family for one in FINDERS} if table == "ls" else {kind.family for kind in peers(table)}
+        there = {kind.family for kind in peers(table)}
         assert not there & {*holes}, f"they are in {table}, where a reason says that they are not"
         assert there | {*holes} == {*matrix.NAMES_OF_PEERS}, f"{table} has no reason for all holes"
 
 
-@pytest.mark.parametrize("table", CONTENDERS)
+@pytest.mark.parametrize("table", TABLES)
 def test_contenders_of_a_table_and_settings_of_a_contender_differ(table: str) -> None:
-    names = [kind.name for kind in CONTENDERS[table]]
+    names = [kind.name for kind in TABLES[table].contenders]
     assert len({*names}) == len(names)
     for kind in peers(table):
         for place in (matrix.DISK, matrix.S3):
@@ -182,13 +180,13 @@ def save_and_go_on(uri: str, num_settings: int | None) -> list[str]:
     """Save with so many settings, or each one, twice, and change the state as soon as the call returns. Who then loads
     something else than what was there when it saved."""
     wrong = []
-    by_name = {kind.name: kind for kind in CONTENDERS["load"]}
+    by_name = {kind.name: kind for kind in peers("load")}
     with process_group() as (rank, world_size):
         case = Case(place=Place(uri=uri), rank=rank, world_size=world_size, durable=True)
         case.make_state("tensors", 64 << 10, 4 << 10)
         case.make_target()
         expected = {name: tensor.clone() for name, tensor in case.local.items()}
-        for kind in ASYNC:
+        for kind in peers("async"):
             for number, settings in enumerate(kind.sweep(case, "save")[:num_settings]):
                 contender = kind(case, **settings)
                 reader = by_name[READERS[kind.family]](case, **settings) if kind.family in READERS else contender

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,8 @@ class Case:
     """The requested size of the whole state."""
     bucket: Place | None = None
     """Bucket to which checkpoints are drained, in the workload with a fast tier."""
-    shape: str = "tensors"
+    num_checkpoints: int = 0
+    """The checkpoints of the store at the place, if contenders look for them."""
     local: State = field(default_factory=dict)
     """This rank's own tensors."""
     state: Mapping[str, Any] = field(default_factory=dict)
@@ -73,7 +75,6 @@ class Case:
 
     def make_state(self, shape: str, size_bytes: int, tensor_bytes: int = TENSOR_BYTES) -> None:
         """Create the state of this rank, its share of `size_bytes`."""
-        self.shape = shape
         found = rank_state(shape, size_bytes // self.world_size, rank=self.rank, tensor_bytes=tensor_bytes)
         self.local = {name: tensor.to(self.device) for name, tensor in found.items()}
         self.state = self._as_job_sees(self.local)
@@ -105,22 +106,17 @@ class Case:
 
 @contextmanager
 def process_group(device: str = "cpu") -> Iterator[tuple[int, int]]:
-    """Open a process group, gloo for peers on the CPU and NCCL for tensors on GPUs; yield rank and world size."""
+    """Open a process group, gloo for peers on the CPU and NCCL for tensors on GPUs; yield rank and world size.
+
+    Each rank computes with its share of the cores.
+    """
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
     try:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
         if device == "cuda":
-            torch.cuda.set_device(dist.get_rank())
-        yield dist.get_rank(), dist.get_world_size()
+            torch.cuda.set_device(rank)
+        yield rank, world_size
     finally:
         dist.destroy_process_group()
-
-
-def use_threads(world_size: int, num_cores: int) -> None:
-    """Let each rank compute with its share of the cores."""
-    torch.set_num_threads(max(1, num_cores // world_size))
-
-
-def first(errors: Sequence[str | None]) -> str | None:
-    """Return the first error, with its rank."""
-    return next((f"rank {rank}: {error}" for rank, error in enumerate(errors) if error), None)

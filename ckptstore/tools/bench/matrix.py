@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.text import settings_text
 from ckptstore.tools.bench.peers.base import Contender
-from ckptstore.tools.bench.peers.registry import CONTENDERS, FAMILIES
-from ckptstore.tools.bench.work import LOADS
-from ckptstore.tools.bench.workloads.finding import FINDERS
+from ckptstore.tools.bench.peers.registry import FAMILIES, TABLES
 
 DISK, S3 = Place(uri="/disk/bench"), Place(uri="s3://bucket/bench")
 _BOTH, _DISK_ALONE = {"disk": DISK, "S3": S3}, {"disk": DISK}
-TABLES: Mapping[str, Mapping[str, Place]] = {
-    **{name: _DISK_ALONE if name.startswith("tier-") else _BOTH for name in CONTENDERS if not name.startswith("gpu-")},
-    "ls": _BOTH,
+PLACES: Mapping[str, Mapping[str, Place]] = {
+    name: _DISK_ALONE if name.startswith("tier-") else _BOTH for name in TABLES if not name.startswith("gpu-")
 }
 """Every table, and the places where it can be measured; without those of a GPU, whose peers load or stage for one."""
 
-_STANDING = {kind.family for name, kinds in CONTENDERS.items() if name in TABLES for kind in kinds}
-_STANDING |= {one.family for one in FINDERS}
+_STANDING = {kind.family for name in PLACES for kind in TABLES[name].contenders}
 NAMES_OF_PEERS = tuple(name for name in FAMILIES if name in _STANDING)
 """The names for `--peers` of those in any table."""
 
@@ -78,11 +73,7 @@ def case_of(place: Place, ranks: int) -> Case:
 
 def hole(table: str, place: Place, family: str) -> str | None:
     """Return why no contender of a family takes part in a table there; None when one does."""
-    if table == "ls":
-        if any(one.family == family for one in FINDERS):
-            return None if place.is_local else "it reads directories"
-        return HOLES[table][family]
-    kinds = [kind for kind in CONTENDERS[table] if kind.role == "peer" and kind.family == family]
+    kinds = [kind for kind in TABLES[table].contenders if kind.role == "peer" and kind.family == family]
     reasons = [kind.unfit(case_of(place, _MANY)) for kind in kinds]
     if None in reasons:
         return None
@@ -91,7 +82,7 @@ def hole(table: str, place: Place, family: str) -> str | None:
 
 def matrix() -> tuple[list[str], list[list[str]], list[str]]:
     """Return headers, a row for each of the peers, and the reasons by the letters in the holes."""
-    columns = [(table, name, place) for table, places in TABLES.items() for name, place in places.items()]
+    columns = [(table, name, place) for table, places in PLACES.items() for name, place in places.items()]
     headers = ["`--peers`", *(f"{table}, {name}" for table, name, _ in columns)]
     letters: dict[str, str] = {}
     rows = []
@@ -106,22 +97,20 @@ def matrix() -> tuple[list[str], list[list[str]], list[str]]:
 
 def settings_rows() -> Iterator[list[str]]:
     """Yield each peer's name, its name for `--peers`, the settings that are tried, and its checks."""
-    kinds: dict[type[Contender], list[str]] = {}
-    for table, found in CONTENDERS.items():
-        for kind in found:
-            # Those of the fast tier are the same ones in other places.
-            if kind.role == "peer" and table in TABLES and not table.startswith("tier-"):
-                kinds.setdefault(kind, []).append("load" if table in LOADS else "save")
-    for kind, actions in kinds.items():
-        tried = [each for action in sorted({*actions}, reverse=True) for each in _tried(kind, action)]
+    actions: dict[type[Contender], set[str]] = {}
+    for name in PLACES:
+        for kind in TABLES[name].contenders:
+            # Those of the fast tier are the same ones in other places, and those of "ls" move no bytes.
+            if kind.role == "peer" and name != "ls" and not name.startswith("tier-"):
+                actions.setdefault(kind, set()).add(TABLES[name].action)
+    for kind, found in actions.items():
+        tried = [text for action in sorted(found, reverse=True) for text in _tried(kind, action)]
         yield [kind.name, kind.family, "; ".join(dict.fromkeys(tried)) or "none", kind.checks]
 
 
-def _tried(kind: type[Contender], action: str) -> Sequence[str]:
-    found: list[dict[str, Any]] = []
+def _tried(kind: type[Contender], action: str) -> Iterator[str]:
     for place in _BOTH.values():
         for ranks in (1, _MANY):
             case = case_of(place, ranks)
             if kind.unfit(case) is None:
-                found += kind.sweep(case, action)
-    return [text for each in found if (text := settings_text(each))]
+                yield from filter(None, map(settings_text, kind.sweep(case, action)))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 MIB = 1 << 20
@@ -32,51 +30,55 @@ class Memory:
         self.view.release()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One way to write bytes to files."""
+def in_threads(count: int, work: Callable[[int], object]) -> None:
+    """Call a function with the number of each of so many threads."""
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
 
-    kind: str
-    """"buffered", "early" (room is allocated first, and write-back begins at once) or "direct"."""
-    block_bytes: int
-    one_file: bool
-    num_threads: int = 2
-    durable: bool = True
 
-    def write(self, source: memoryview, directory: Path) -> None:
-        """Write `source`, in equal shares of the threads."""
-        directory.mkdir(parents=True)
-        share = -(-len(source) // self.num_threads // MIB) * MIB
-        flags = os.O_WRONLY | os.O_CREAT | (os.O_DIRECT if self.kind == "direct" else 0)
-        count = 1 if self.one_file else self.num_threads
-        files = [os.open(directory / f"{number}.bin", flags) for number in range(count)]
+def write(
+    source: memoryview,
+    directory: Path,
+    *,
+    kind: str,
+    block_bytes: int,
+    one_file: bool,
+    num_threads: int = 2,
+    durable: bool,
+) -> None:
+    """Write `source` to files of a new directory, in equal shares of the threads.
 
-        def work(number: int) -> None:
-            piece = source[number * share : (number + 1) * share]
-            file = files[0 if self.one_file else number]
-            start = number * share if self.one_file else 0
-            if self.kind == "early" and not self.one_file and len(piece):
-                os.posix_fallocate(file, 0, len(piece))
-            for offset in range(0, len(piece), self.block_bytes):
-                block = piece[offset : offset + self.block_bytes]
-                written = os.pwrite(file, block, start + offset)
-                assert written == len(block)
-                if self.kind == "early" and (offset + self.block_bytes) % _EARLY_BYTES == 0:
-                    begin = start + offset + self.block_bytes - _EARLY_BYTES
-                    _libc.sync_file_range(file, begin, _EARLY_BYTES, _SYNC_FILE_RANGE_WRITE)
-            if self.durable and not self.one_file:
-                os.fsync(file)
+    The kind is "buffered", "early" (room is allocated first, and write-back begins at once) or "direct".
+    """
+    directory.mkdir(parents=True)
+    share = -(-len(source) // num_threads // MIB) * MIB
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_DIRECT if kind == "direct" else 0)
+    files = [os.open(directory / f"{number}.bin", flags) for number in range(1 if one_file else num_threads)]
 
-        if self.kind == "early" and self.one_file:
-            os.posix_fallocate(files[0], 0, len(source))
-        with ThreadPoolExecutor(self.num_threads) as pool:
-            list(pool.map(work, range(self.num_threads)))
-        for file in files:
-            if self.durable and self.one_file:
-                os.fsync(file)
-            os.close(file)
-        if self.durable:
-            settle(directory)
+    def work(number: int) -> None:
+        piece = source[number * share : (number + 1) * share]
+        file, start = (files[0], number * share) if one_file else (files[number], 0)
+        if kind == "early" and not one_file and len(piece):
+            os.posix_fallocate(file, 0, len(piece))
+        for offset in range(0, len(piece), block_bytes):
+            block = piece[offset : offset + block_bytes]
+            written = os.pwrite(file, block, start + offset)
+            assert written == len(block)
+            if kind == "early" and (offset + block_bytes) % _EARLY_BYTES == 0:
+                begin = start + offset + block_bytes - _EARLY_BYTES
+                _libc.sync_file_range(file, begin, _EARLY_BYTES, _SYNC_FILE_RANGE_WRITE)
+        if durable and not one_file:
+            os.fsync(file)
+
+    if kind == "early" and one_file:
+        os.posix_fallocate(files[0], 0, len(source))
+    in_threads(num_threads, work)
+    for file in files:
+        if durable and one_file:
+            os.fsync(file)
+        os.close(file)
+    if durable:
+        settle(directory)
 
 
 def settle(directory: Path) -> None:
@@ -84,13 +86,6 @@ def settle(directory: Path) -> None:
     above = os.open(directory, os.O_RDONLY)
     os.fsync(above)
     os.close(above)
-
-
-def ways(*, durable: bool, blocks: tuple[int, ...] = (MIB, 4 * MIB, 16 * MIB)) -> Iterator[Way]:
-    """Yield all ways to write: direct ones only for durable writes, which leave nothing in memory."""
-    kinds = ("buffered", "early", "direct") if durable else ("buffered",)
-    for kind, block_bytes, one_file in itertools.product(kinds, blocks, (True, False)):
-        yield Way(kind=kind, block_bytes=block_bytes, one_file=one_file, durable=durable)
 
 
 def read_into(target: memoryview, paths: list[Path], *, num_threads: int, block_bytes: int = MIB) -> None:
@@ -107,8 +102,7 @@ def read_into(target: memoryview, paths: list[Path], *, num_threads: int, block_
         for file, offset, place, size_bytes in blocks[number::num_threads]:
             os.preadv(file, [target[place : place + min(block_bytes, size_bytes - offset)]], offset)
 
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(work, range(num_threads)))
+    in_threads(num_threads, work)
     for file in files:
         os.close(file)
 
@@ -122,8 +116,7 @@ def copy(target: Memory, source: Memory, *, num_threads: int = 1) -> None:
         start = number * share
         ctypes.memmove(target.address + start, source.address + start, min(share, size_bytes - start))
 
-    if num_threads == 1:
+    if num_threads == 1:  # no thread starts beside the only copy
         work(0)
-        return
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(work, range(num_threads)))
+    else:
+        in_threads(num_threads, work)

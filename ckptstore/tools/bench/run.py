@@ -15,6 +15,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from ckptstore.errors import InvalidInput
 from ckptstore.testing import RanksFailed, run_ranks
 from ckptstore.tools.bench import machine
@@ -33,14 +35,14 @@ from ckptstore.tools.bench.figures.report import (
     Workload,
     WorkloadOutcome,
 )
-from ckptstore.tools.bench.gpu.on_device import GPU_TITLES, check_device, on_device
-from ckptstore.tools.bench.peers.registry import CONTENDERS
+from ckptstore.tools.bench.peers.registry import TABLES
 from ckptstore.tools.bench.shapes import NUMBER_BYTES, state_bytes
 from ckptstore.tools.bench.timeline import aligned, straggler
-from ckptstore.tools.bench.work import LOADS, Task, contenders, figure_of, size_of, work
+from ckptstore.tools.bench.work import Task, work
 from ckptstore.tools.bench.workloads.fast_nodes import VIEW_NAMES, fast_nodes
 from ckptstore.tools.bench.workloads.files import files_of
 from ckptstore.tools.bench.workloads.finding import finding
+from ckptstore.tools.bench.workloads.on_device import GPU_TABLES, on_device
 from ckptstore.tools.bench.workloads.scaling import scaling
 
 T = TypeVar("T")
@@ -60,13 +62,8 @@ _STATES = {
 """The most states at a time on the disk, and in memory, as multiples of the size; on the disk also the checkpoints of
 each peer that loads."""
 _OF_FILES = ("directory", "node-cache")
-_TITLES = {
-    "save": "Save a state",
-    "load": "Load into tensors that exist",
-    "async": "Stall of an asynchronous save",
-    "directory": "Save a directory of files",
-    "node-cache": "All processes of a node open one checkpoint",
-}
+_OF_PARTS = {"ls": finding, "tier": fast_nodes, "gpu": on_device}
+"""Those that consist of several contests."""
 
 Show = Callable[[str, int, int], None]
 """Called with the present action, the number of finished turns, and their total."""
@@ -74,32 +71,32 @@ Show = Callable[[str, int, int], None]
 
 def run(options: Options, *, storage_options: Mapping[str, Any], command: str, show: Show) -> Report:
     """Measure everything that is requested. Raises StorageFull before anything is written when it would not fit."""
+
+    def measured(tasks: Sequence[Task], ranks: int) -> list[Workload]:
+        return contests(tasks, ranks, show)
+
     started = time.time()
     with opened(options, storage_options) as (place, size_bytes):
         workloads: list[Workload] = []
         curves: Mapping[str, Any] = {}
         for name in options.workloads:
-            if name == "ls":
-                workloads += finding(place, options, tell=lambda text: show(f"ls: {text}", 0, 0))
-            elif name == "tier":
-                workloads += fast_nodes(place, options, size_bytes, lambda tasks, ranks: contests(tasks, ranks, show))
-            elif name == "gpu":
-                workloads += on_device(place, options, size_bytes, lambda tasks, ranks: contests(tasks, ranks, show))
+            task = Task(name=name, options=options, place=place, size_bytes=size_bytes)
+            if name in _OF_PARTS:
+                workloads += _OF_PARTS[name](task, measured)
             elif name == "ranks":
-                curves = scaling(place, options, size_bytes, lambda task, ranks: contest(task, ranks, show), show)
+                curves = scaling(task, measured, show)
             else:
-                task = Task(name=name, options=options, place=place, size_bytes=size_bytes)
                 with with_files(task) as (ready, facts):
-                    found = contest(ready, options.ranks, show)
+                    (found,) = measured([ready], options.ranks)
                     workloads.append(replace(found, facts={**found.facts, **facts}))
         described = machine.describe(place)
         if options.device == "cuda":
             described |= machine.gpus()
     kinds = [
         kind
-        for contest_name, found in CONTENDERS.items()
+        for contest_name, table in TABLES.items()
         if any(f"{contest_name}-".startswith(f"{name}-") for name in options.workloads)
-        for kind in found
+        for kind in table.contenders
     ]
     return Report(
         created_at=started,
@@ -114,8 +111,8 @@ def run(options: Options, *, storage_options: Mapping[str, Any], command: str, s
 
 def has_ratios(name: str) -> bool:
     """True for the name of a workload that some run compares: "ranks" has curves, and others consist of parts."""
-    known = {*_TITLES, "ls", *VIEW_NAMES, *CLAIMS}
-    return name in known or re.fullmatch(rf"({'|'.join(GPU_TITLES)})(-\d+-ranks)?", name) is not None
+    known = {*_STATES, *VIEW_NAMES, *CLAIMS} - {"tier", "ranks", "gpu"}
+    return name in known or re.fullmatch(rf"({'|'.join(GPU_TABLES)})(-\d+-ranks)?", name) is not None
 
 
 @contextmanager
@@ -136,24 +133,28 @@ def opened(options: Options, storage_options: Mapping[str, Any]) -> Iterator[tup
 
 def _check(options: Options) -> None:
     """Raise InvalidInput for impossible options, and for options without effect."""
+    workloads = {*options.workloads}
     kept = {S3_SINK: S3_TEST, S3_SINK_TLS: S3_TEST_TLS}.get(options.to or "")
-    unread = sorted({*options.workloads} & {"load", "node-cache"}) if kept else []
+    unread = sorted(workloads & {"load", "node-cache"}) if kept else []
     if unread:
         raise InvalidInput(f"{options.to} keeps nothing that {' and '.join(unread)} could read", hint=f"Take {kept}")
-    if options.pause_seconds and {*options.workloads} == {"ls"}:
+    if options.pause_seconds and workloads == {"ls"}:
         raise InvalidInput("--pause-seconds has no effect on ls, which stores nothing")
     if options.drop_caches:
-        if not {*options.workloads} & {"load", "node-cache", "tier", "gpu"} or not is_disk(options.to):
+        if not workloads & {"load", "node-cache", "tier", "gpu"} or not is_disk(options.to):
             raise InvalidInput("--drop-caches has no effect here: nothing is loaded from a disk")
         check_caches()
-    if "tier" in options.workloads and not is_disk(options.to):
+    if "tier" in workloads and not is_disk(options.to):
         raise InvalidInput(f"{options.to} is no disk, and a fast tier lies on one", hint="Give --to a directory")
-    if options.device is not None:
-        if "gpu" not in options.workloads:
-            raise InvalidInput("--device has no effect here", hint="It is for the workload gpu")
-        check_device(options.device)
-    with_line = options.to in S3_SERVERS or "tier" in options.workloads
-    if options.latency_seconds is not None and not with_line and "ranks" not in options.workloads:
+    if options.device is not None and "gpu" not in workloads:
+        raise InvalidInput("--device has no effect here", hint="It is for the workload gpu")
+    if options.device == "cuda" and not torch.cuda.is_available():  # which takes no memory of a GPU
+        raise InvalidInput(
+            f"torch {torch.__version__} finds no GPU here",
+            hint="--device cpu rehearses the same with tensors of the CPU",
+        )
+    with_line = options.to in S3_SERVERS or "tier" in workloads
+    if options.latency_seconds is not None and not with_line and "ranks" not in workloads:
         raise InvalidInput(
             "--latency-ms has no effect here: no test server and no simulated rank takes part",
             hint=f"Give --to {S3_TEST}, or measure ranks",
@@ -179,21 +180,20 @@ def _checked_size(options: Options) -> int:
 
 def _states_on_disk(name: str, options: Options, place: Place) -> int:
     """Return the most states on the disk at a time. All contenders of a load have a checkpoint of their own."""
-    found = _STATES[name][0]
-    for contest_name in (name, {"tier": "tier-resume", "gpu": "gpu-load"}.get(name, "")):
-        if contest_name in LOADS:
-            case = Case(place=place, rank=0, world_size=options.ranks, durable=options.durable, bucket=place)
-            found += sum(kind.unfit(case) is None for kind in contenders(contest_name, options))
-    return found
-
-
-def contest(task: Task, ranks: int, show: Show) -> Workload:
-    """Run one workload by real processes. Never raises for an error of a rank: it becomes every contender's failure."""
-    return contests([task], ranks, show)[0]
+    task = Task(
+        name={"tier": "tier-resume", "gpu": "gpu-load"}.get(name, name), options=options, place=place, size_bytes=0
+    )
+    if task.table.action != "load":
+        return _STATES[name][0]
+    case = Case(place=place, rank=0, world_size=options.ranks, durable=options.durable, bucket=place)
+    return _STATES[name][0] + sum(kind.unfit(case) is None for kind in task.contenders())
 
 
 def contests(tasks: Sequence[Task], ranks: int, show: Show) -> list[Workload]:
-    """Run several workloads by the same processes, one after another."""
+    """Run several workloads by the same processes, one after another.
+
+    Never raises for an error of a rank: it becomes every contender's failure.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="ckptstore-bench-") as name,
         _progress_file(Path(name), tasks[0].name, show) as progress,
@@ -203,7 +203,18 @@ def contests(tasks: Sequence[Task], ranks: int, show: Show) -> list[Workload]:
             with redirect_stdout(StringIO()):  # the peers' output; that of a failure is in the error
                 found = in_ranks(tasks[0], ranks, work, tasks)
         except RanksFailed as error:
-            return [_failed(task, ranks, str(error)) for task in tasks]
+            failed = {"status": "failed", "reason": str(error)[:2000]}
+            return [
+                _workload(
+                    task,
+                    ranks,
+                    [
+                        WorkloadOutcome(name=kind.name, family=kind.family, role=kind.role, **failed)  # type: ignore[arg-type]
+                        for kind in task.contenders()
+                    ],
+                )
+                for task in tasks
+            ]
     return [join(task, [rank[number] for rank in found]) for number, task in enumerate(tasks)]
 
 
@@ -224,40 +235,37 @@ def with_files(task: Task) -> Iterator[tuple[Task, dict[str, Any]]]:
     if task.name not in _OF_FILES:
         yield task, {}
         return
-    with files_of(task.options, task.name, task.size_bytes, task.place) as (files, facts):
+    with files_of(task) as (files, facts):
         yield replace(task, files=str(files)), facts
 
 
 def join(task: Task, found: Sequence[Mapping[str, Any]]) -> Workload:
     """Combine the results of all ranks for one workload."""
     outcomes = [WorkloadOutcome.over_ranks(of) for of in zip(*(rank["outcomes"] for rank in found), strict=True)]
-    watched = [rank["watched"] for rank in found if rank["watched"]]
-    facts: dict[str, Any] = {}
+    workload = _workload(task, len(found), outcomes)
+    workload = replace(workload, size_bytes=task.moved_bytes([rank["rank_bytes"] for rank in found]))
+    if not (watched := [rank["watched"] for rank in found if rank["watched"]]):
+        return workload
+    calls = dict(sum((Counter(one["calls"]) for one in watched), Counter()))  # `asdict` cannot copy a Counter
     timeline = aligned([one["phases"] for one in watched])
-    if watched:
-        calls = dict(sum((Counter(one["calls"]) for one in watched), Counter()))  # `asdict` cannot copy a Counter
-        outcomes = [replace(one, calls=calls) if one.name == OURS else one for one in outcomes]
-        late = straggler(timeline)
-        facts["straggler"] = {"rank": late[0], "seconds": round(late[1], 6)} if late else None
-    return Workload(
-        name=task.name,
-        title=_TITLES.get(task.name, task.name),
-        size_bytes=size_of(task, [rank["rank_bytes"] for rank in found]),
-        ranks=len(found),
-        figure=figure_of(task.name),
-        facts=facts,
+    late = straggler(timeline)
+    return replace(
+        workload,
+        facts={"straggler": {"rank": late[0], "seconds": round(late[1], 6)} if late else None},
         timeline=tuple(timeline),
-        outcomes=tuple(outcomes),
+        outcomes=tuple(replace(one, calls=calls) if one.name == OURS else one for one in outcomes),
     )
 
 
-def _failed(task: Task, ranks: int, reason: str) -> Workload:
-    outcomes = [
-        WorkloadOutcome(name=kind.name, family=kind.family, role=kind.role, status="failed", reason=reason[:2000])
-        for kind in contenders(task.name, task.options)
-    ]
-    title = _TITLES.get(task.name, task.name)
-    return Workload(name=task.name, title=title, size_bytes=task.size_bytes, ranks=ranks, outcomes=tuple(outcomes))
+def _workload(task: Task, ranks: int, outcomes: Sequence[WorkloadOutcome]) -> Workload:
+    return Workload(
+        name=task.name,
+        title=task.table.title or task.name,
+        size_bytes=task.size_bytes,
+        ranks=ranks,
+        figure=task.table.figure,
+        outcomes=tuple(outcomes),
+    )
 
 
 @contextmanager

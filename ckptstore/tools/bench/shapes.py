@@ -28,14 +28,13 @@ _PATTERN_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A model of MLPerf Storage, and the number of ranks of its training."""
+    """The sizes of a Llama."""
 
     hidden: int
     inner: int
     heads: int
     kv_heads: int
     layers: int
-    ranks: int
     words: int = 128_256
     is_trained: bool = True
     """True if there is an optimizer, and a head with weights of its own."""
@@ -63,16 +62,21 @@ class Preset:
             yield "lm_head.weight", (self.words, self.hidden)
 
     @property
+    def num_parameters(self) -> int:
+        """The numbers of all tensors of the model."""
+        return sum(math.prod(shape) for _, shape in self.weights())
+
+    @property
     def size_bytes(self) -> int:
         """The bytes of a whole checkpoint."""
-        return sum(math.prod(shape) for _, shape in self.weights()) * (TRAINED_BYTES if self.is_trained else 2)
+        return self.num_parameters * (TRAINED_BYTES if self.is_trained else NUMBER_BYTES)
 
 
 PRESETS = {
-    "llama-1b": Preset(hidden=2048, inner=8192, heads=32, kv_heads=8, layers=16, ranks=1, is_trained=False),
-    "llama-8b": Preset(hidden=4096, inner=14_336, heads=32, kv_heads=8, layers=32, ranks=8),
-    "llama-70b": Preset(hidden=8192, inner=28_672, heads=128, kv_heads=8, layers=80, ranks=64),
-    "llama-405b": Preset(hidden=16_384, inner=53_248, heads=128, kv_heads=8, layers=126, ranks=512),
+    "llama-1b": Preset(hidden=2048, inner=8192, heads=32, kv_heads=8, layers=16, is_trained=False),
+    "llama-8b": Preset(hidden=4096, inner=14_336, heads=32, kv_heads=8, layers=32),
+    "llama-70b": Preset(hidden=8192, inner=28_672, heads=128, kv_heads=8, layers=80),
+    "llama-405b": Preset(hidden=16_384, inner=53_248, heads=128, kv_heads=8, layers=126),
 }
 SHAPES = ("tensors", *PRESETS, "files")
 

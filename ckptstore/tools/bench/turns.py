@@ -10,17 +10,17 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from ckptstore.tools.bench.case import Case, first
+from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import drop_caches, read_through
 from ckptstore.tools.bench.figures.report import Sample, WorkloadOutcome
 from ckptstore.tools.bench.measure import Meter
-from ckptstore.tools.bench.peers.base import Contender
+from ckptstore.tools.bench.peers.base import Contender, Settings
 from ckptstore.tools.bench.raw import settle
 
 T = TypeVar("T")
@@ -36,33 +36,10 @@ class TurnFailed(Exception):
 
 @dataclass(kw_only=True)
 class Entrant:
-    """One contender, from the choice of its settings to its last turn."""
+    """One contender, from the choice of its settings to its last turn, and its outcome so far on this rank."""
 
-    kind: type[Contender]
+    outcome: WorkloadOutcome
     contender: Contender | None = None
-    status: str = "measured"
-    reason: str | None = None
-    sweep: list[dict[str, Any]] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-
-    def outcome(self) -> WorkloadOutcome:
-        """Return this rank's outcome for the report."""
-        noted = self.contender.noted if self.contender and self.status == "measured" else {}
-        return WorkloadOutcome(
-            name=self.kind.name,
-            family=self.kind.family,
-            role=self.kind.role,
-            status=self.status,  # type: ignore[arg-type]
-            reason=self.reason,
-            settings=dict(self.contender.settings) if self.contender else {},
-            sweep=tuple(self.sweep),
-            samples=tuple(self.samples) if self.status == "measured" else (),
-            facts={name: statistics.median(values) for name, values in noted.items()},
-        )
-
-    def fail(self, error: BaseException) -> None:
-        """Exclude it from further turns."""
-        self.status, self.reason = "failed", str(error)[:_SHOWN_CHARACTERS]
 
 
 class Contest:
@@ -85,45 +62,47 @@ class Contest:
 
     def take(self, entrant: Entrant) -> None:
         """Add the sample of one turn, unless it is skipped or has failed. A failure excludes it from further turns."""
-        if entrant.contender is not None and entrant.status == "measured":
-            try:
-                time.sleep(self.case.pause_seconds)
-                entrant.samples.append(self.turn(entrant.contender))
-            except TurnFailed as error:
-                entrant.fail(error)
+        outcome, contender = entrant.outcome, entrant.contender
+        if contender is None or outcome.status != "measured":
+            return
+        try:
+            time.sleep(self.case.pause_seconds)
+            samples = (*outcome.samples, self.turn(contender))
+            facts = {name: statistics.median(values) for name, values in contender.noted.items()}
+            entrant.outcome = replace(outcome, samples=samples, facts=facts)
+        except TurnFailed as error:
+            entrant.outcome = replace(outcome, status="failed", reason=_shown(error), samples=(), facts={})
 
     def leave(self, entrant: Entrant) -> WorkloadOutcome:
         """Release all that it holds, and return this rank's outcome."""
         if entrant.contender is not None:
             self._quietly(entrant.contender.close)
-        return entrant.outcome()
+        return entrant.outcome
 
     def enter(self, kind: type[Contender]) -> Entrant:
         """Try every setting for a turn, after one more turn if that warms up; keep the fastest."""
-        entrant = Entrant(kind=kind)
-        objection = first(self.case.gather(kind.objection(self.case)))
-        if objection:
-            entrant.status, entrant.reason = "skipped", objection.partition(": ")[2]
-            return entrant
-        best_seconds, failure = math.inf, TurnFailed("it has no settings")
+        outcome = WorkloadOutcome(name=kind.name, family=kind.family, role=kind.role, status="skipped")
+        if objection := _first(self.case.gather(kind.objection(self.case))):
+            return Entrant(outcome=replace(outcome, reason=objection.partition(": ")[2]))
+        best_seconds, best, reason, sweep = math.inf, None, "it has no settings", []
         for settings in kind.sweep(self.case, self.action):
             try:
                 seconds, contender = self._tried(kind, settings)
             except TurnFailed as error:  # the others may work
-                failure = error
-                entrant.sweep.append({**settings, "failed": str(error)[:_SHOWN_CHARACTERS]})
+                reason = _shown(error)
+                sweep.append({**settings, "failed": reason})
                 continue
-            entrant.sweep.append({**settings, "seconds": round(seconds, 6)})
+            sweep.append({**settings, "seconds": round(seconds, 6)})
             loser: Contender | None = contender
             if seconds < best_seconds:
-                best_seconds, entrant.contender, loser = seconds, contender, entrant.contender
+                best_seconds, best, loser = seconds, contender, best
             if loser is not None:
                 self._dismiss(loser)
-        if entrant.contender is None:
-            entrant.fail(failure)
-        else:
-            entrant.contender.noted.clear()  # only what is timed is reported
-        return entrant
+        outcome = replace(outcome, sweep=tuple(sweep))
+        if best is None:
+            return Entrant(outcome=replace(outcome, status="failed", reason=reason))
+        best.noted.clear()  # only what is timed is reported
+        return Entrant(outcome=replace(outcome, status="measured", settings=best.settings), contender=best)
 
     def _dismiss(self, contender: Contender) -> None:
         """Release its resources and its stored state."""
@@ -135,7 +114,7 @@ class Contest:
         """Return the number of turns to judge a setting by: the last one counts."""
         return 2 if self.action in kind.warmed else 1
 
-    def _tried(self, kind: type[Contender], settings: dict[str, Any]) -> tuple[float, Contender]:
+    def _tried(self, kind: type[Contender], settings: Settings) -> tuple[float, Contender]:
         contender = self._together(lambda: kind(self.case, **settings))
         try:
             if self.action == "load":
@@ -152,13 +131,11 @@ class Contest:
         place = self._stored_place(contender)
 
         def store() -> None:
-            wait = contender.save(place)
-            if wait is not None:
+            if wait := contender.save(place):
                 wait()
 
-        self._together(lambda: contender.prepare(place))
-        self._together(store)
-        self._together(lambda: contender.after(place))
+        for call in (lambda: contender.prepare(place), store, lambda: contender.after(place)):
+            self._together(call)
 
     def turn(self, contender: Contender) -> Sample:
         """Take one timed turn on all ranks. Raises TurnFailed on all of them when it fails on one."""
@@ -167,13 +144,14 @@ class Contest:
 
     def _save(self, contender: Contender) -> Sample:
         self._number += 1
-        place = self.case.uri(f"turn-{self._number}")
+        above = self.case.uri(f"turn-{self._number}")
+        place = contender.at(above)
         try:
             self._together(lambda: contender.prepare(place))
             sample = self.timed(contender, lambda: contender.save(place))
             self._together(lambda: contender.after(place))
         finally:
-            self._together(lambda: self._remove(place))
+            self._together(lambda: self._remove(above))
         return sample
 
     def _load(self, contender: Contender) -> Sample:
@@ -182,16 +160,16 @@ class Contest:
             tensor.zero_()  # else the load of another turn would pass for one that does nothing
         self._together(lambda: self._even_caches(place))
         sample = self.timed(contender, lambda: contender.load(place))
-        wrong = first(self.case.gather(self._together(contender.wrong)))
-        if wrong:
+        if wrong := _first(self.case.gather(self._together(contender.wrong))):
             raise TurnFailed(f"what was loaded differs: {wrong}")
         return sample
 
     def timed(self, contender: Contender, call: Callable[[], Any]) -> Sample:
         """Time one call on all ranks, and the wait for its work."""
-        case, is_first = self.case, self.case.rank == 0
+        case = self.case
         server = case.bucket or case.place
-        before = server.counts() if is_first else (0, 0, 0)
+        is_counted = case.rank == 0 and server.endpoint_url is not None
+        before = server.counts() if is_counted else ()
         case.synchronize()
         case.gather(None)
 
@@ -205,12 +183,13 @@ class Contest:
                 case.synchronize()
             return meter
 
-        meter = self._together(measured)
-        sample = meter.sample()
-        if is_first and server.endpoint_url is not None:
-            requests, sent, received = (now - then for now, then in zip(server.counts(), before, strict=True))
-            sample = meter.sample(requests=requests, sent_bytes=sent, received_bytes=received)
-        return sample if contender.role == "ckptstore" else replace(sample, retries=None)
+        found = self._together(measured).sample()
+        if is_counted:
+            counts = (now - then for now, then in zip(server.counts(), before, strict=True))
+            found = replace(found, **dict(zip(("requests", "sent_bytes", "received_bytes"), counts, strict=True)))
+        if (requests := contender.requests()) is not None:
+            found = replace(found, requests=requests)
+        return found if contender.role == "ckptstore" else replace(found, retries=None)
 
     def _together(self, call: Callable[[], T]) -> T:
         """Return the result of a call that all ranks make. Raises TurnFailed on all when it raises on one."""
@@ -221,8 +200,7 @@ class Contest:
             raise
         except BaseException as failure:  # torch's CheckpointException is none of Exception
             error = f"{type(failure).__name__}: {failure}"
-        found = first(self.case.gather(error))
-        if found:
+        if found := _first(self.case.gather(error)):
             raise TurnFailed(found)
         return result  # type: ignore[return-value]
 
@@ -235,7 +213,8 @@ class Contest:
 
     def _stored_place(self, contender: Contender) -> str:
         settings = "-".join(f"{name}-{value}" for name, value in contender.settings.items())
-        return self.case.uri("kept-" + re.sub(r"\W+", "-", f"{contender.name} {settings}").strip("-").lower())
+        name = re.sub(r"\W+", "-", f"{contender.name} {settings}").strip("-").lower()
+        return contender.at(self.case.uri(f"kept-{name}"))
 
     def _remove(self, place: str) -> None:
         if self.case.rank == 0:
@@ -245,9 +224,14 @@ class Contest:
 
     def _even_caches(self, place: str) -> None:
         """Bring all files to be read into the page cache, or none."""
-        if self.case.rank != 0 or not self.case.place.is_local:
-            return
-        if self.case.drop_caches:
-            drop_caches()
-        else:
-            read_through(Path(place))
+        if self.case.rank == 0 and self.case.place.is_local:
+            drop_caches() if self.case.drop_caches else read_through(Path(place))
+
+
+def _first(errors: Sequence[str | None]) -> str | None:
+    """Return the first error, with its rank."""
+    return next((f"rank {rank}: {error}" for rank, error in enumerate(errors) if error), None)
+
+
+def _shown(error: TurnFailed) -> str:
+    return str(error)[:_SHOWN_CHARACTERS]

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckptstore.events import listening
-from ckptstore.store import CheckpointStore
 from ckptstore.testing import with_faults
 from ckptstore.testing.hooked import Call
-from ckptstore.tools.bench.case import Case, process_group, use_threads
+from ckptstore.tools.bench.case import Case, process_group
 from ckptstore.tools.bench.destination import Place
-from ckptstore.tools.bench.figures.report import Options, WorkloadOutcome
-from ckptstore.tools.bench.gpu.steps import Steps
+from ckptstore.tools.bench.figures.report import Options, Workload, WorkloadOutcome
 from ckptstore.tools.bench.peers.base import Contender
-from ckptstore.tools.bench.peers.own import AsyncCkptstore, Ckptstore
-from ckptstore.tools.bench.peers.registry import CONTENDERS
+from ckptstore.tools.bench.peers.own import Ckptstore
+from ckptstore.tools.bench.peers.registry import TABLES, Table
 from ckptstore.tools.bench.shapes import TENSOR_BYTES
 from ckptstore.tools.bench.timeline import Recorder
-from ckptstore.tools.bench.turns import Contest, Tell
-
-FIGURES = {"async": "blocked_seconds", "gpu-stall": "blocked_seconds", "gpu-first": "blocked_seconds"}
-"""The figures for the ratios of workloads; total seconds for all others."""
-LOADS = ("load", "node-cache", "tier-resume", "gpu-load")
-"""The contests in which loads are timed."""
-_CONTESTS: dict[str, type[Contest]] = {"gpu-steps": Steps}
-"""The contests that time something else than one call."""
-_WATCHED: dict[str, type[Ckptstore]] = {"save": Ckptstore, "async": AsyncCkptstore}
-"""The workloads with a timeline."""
+from ckptstore.tools.bench.turns import Contest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +36,30 @@ class Task:
     """The bucket behind a fast tier."""
     files: str = ""
     """The directory to save: `rank-N` of it, or all of it in "node-cache"."""
+    num_checkpoints: int = 0
+    """The checkpoints of the store at the place, if contenders look for them."""
     progress: str = ""
     """The file to which the first rank writes its progress, a line for each turn."""
     late_rank: int = -1
     late_seconds: float = 0.0
     """Delays each part that this rank writes in the timeline, to create a straggler."""
 
+    @property
+    def table(self) -> Table:
+        """Its contest."""
+        return TABLES[self.name]
 
-def figure_of(name: str) -> str:
-    """Return the figure of a workload."""
-    return FIGURES.get(name, "total_seconds")
+    def contenders(self) -> list[type[Contender]]:
+        """Return the contenders that the options want."""
+        return [kind for kind in self.table.contenders if kind.role != "peer" or self.options.wants(kind.family)]
+
+    def moved_bytes(self, rank_bytes: Sequence[int]) -> int:
+        """Return the bytes that all ranks move; in "node-cache" they open the same ones."""
+        return rank_bytes[0] if self.name == "node-cache" else sum(rank_bytes)
+
+
+Contests = Callable[[Sequence[Task], int], list[Workload]]
+"""Runs several workloads by the same processes, as many as there are ranks, one after another."""
 
 
 def work(tasks: Sequence[Task]) -> list[dict[str, Any]]:
@@ -66,7 +68,6 @@ def work(tasks: Sequence[Task]) -> list[dict[str, Any]]:
     """
     warnings.simplefilter("ignore")
     with process_group(tasks[0].options.device or "cpu") as (rank, world_size):
-        use_threads(world_size, os.cpu_count() or 1)
         found = []
         for task in tasks:
             case = case_of(task, rank, world_size)
@@ -78,30 +79,24 @@ def work(tasks: Sequence[Task]) -> list[dict[str, Any]]:
         return found
 
 
-def size_of(task: Task, rank_bytes: Sequence[int]) -> int:
-    """Return the bytes that all ranks move; in "node-cache" they open the same ones."""
-    return rank_bytes[0] if task.name == "node-cache" else sum(rank_bytes)
-
-
-def action_of(name: str) -> str:
-    """Return what is timed in a workload: "save" or "load"."""
-    return "load" if name in LOADS else "save"
-
-
-def contenders(name: str, options: Options) -> list[type[Contender]]:
-    """Return those of a contest that the options want."""
-    return [kind for kind in CONTENDERS[name] if kind.role != "peer" or options.wants(kind.family)]
-
-
 def _turns(case: Case, task: Task) -> dict[str, Any]:
-    tell = _teller(task, case.rank)
-    contest = _CONTESTS.get(task.name, Contest)(case, action_of(task.name), figure=figure_of(task.name), tell=tell)
-    outcomes: list[WorkloadOutcome] = contest.run(contenders(task.name, task.options), repeat=task.options.repeat)
+    def tell(text: str, total: int) -> None:
+        if case.rank == 0 and task.progress:
+            with open(task.progress, "a") as file:
+                file.write(json.dumps({"turn": text, "total": total}) + "\n")
+
+    contest = contest_of(task, case, tell)
+    outcomes: list[WorkloadOutcome] = contest.run(task.contenders(), repeat=task.options.repeat)
     watched: dict[str, Any] = {}
-    if task.name in _WATCHED and any(one.role == "ckptstore" and one.status == "measured" for one in outcomes):
+    if task.table.watched and any(one.role == "ckptstore" and one.status == "measured" for one in outcomes):
         tell("timeline", 0)
-        watched = watch(case, _WATCHED[task.name], task)
+        watched = watch(case, task.table.watched, task)
     return {"outcomes": outcomes, "watched": watched, "rank_bytes": case.rank_bytes}
+
+
+def contest_of(task: Task, case: Case, tell: Callable[[str, int], None]) -> Contest:
+    """Create the contest of a task, on one rank."""
+    return task.table.contest(case, task.table.action, figure=task.table.figure, tell=tell)
 
 
 def case_of(task: Task, rank: int, world_size: int) -> Case:
@@ -116,24 +111,16 @@ def case_of(task: Task, rank: int, world_size: int) -> Case:
         device=f"cuda:{rank}" if task.options.device == "cuda" else "cpu",
         size_bytes=task.size_bytes,
         bucket=task.bucket,
+        num_checkpoints=task.num_checkpoints,
     )
     if task.files:
         case.files = Path(task.files) / f"rank-{rank}" if task.name == "directory" else Path(task.files)
         case.rank_bytes = sum(path.stat().st_size for path in case.files.rglob("*") if path.is_file())
-    elif task.name not in _CONTESTS:  # these create their own state
+    elif task.table.contest is Contest and not task.num_checkpoints:  # others have states of their own, or none
         case.make_state(task.options.shape, task.size_bytes, task.options.tensor_bytes or TENSOR_BYTES)
-        if task.name in LOADS:
+        if task.table.action == "load":
             case.make_target()
     return case
-
-
-def _teller(task: Task, rank: int) -> Tell:
-    def tell(text: str, total: int) -> None:
-        if rank == 0 and task.progress:
-            with open(task.progress, "a") as file:
-                file.write(json.dumps({"turn": text, "total": total}) + "\n")
-
-    return tell
 
 
 def watch(case: Case, kind: type[Ckptstore], task: Task) -> dict[str, Any]:
@@ -145,18 +132,14 @@ def watch(case: Case, kind: type[Ckptstore], task: Task) -> dict[str, Any]:
         if case.rank == task.late_rank and call.verb == "write_part" and call.phase == "before":
             time.sleep(task.late_seconds)
 
-    def wrap(store: CheckpointStore) -> CheckpointStore:
-        return with_faults(store, hook)
-
-    contender: Contender = kind(case)
-    contender.wrap = wrap  # type: ignore[attr-defined]
+    contender = kind(case)
+    contender.wrap = lambda store: with_faults(store, hook)
     place = case.uri("watched")
     contender.prepare(place)
     case.gather(None)
     with listening(recorder.on_event):
         recorder.started = time.monotonic()
-        wait = contender.save(place)
-        if wait is not None:
+        if wait := contender.save(place):
             wait()
         recorder.ended = time.monotonic()
     case.gather(None)

@@ -21,31 +21,31 @@ class Bar:
     label: str
     role: str
     median: float
-    low: float
-    high: float
+    figures: Sequence[float]
     note: str = ""
 
 
 def bars(rows: Sequence[Bar], *, unit: str, limit: float | None) -> str:
     """Draw horizontal bars; a whisker from the least to the most, and a line at the limit."""
-    top = max([row.high for row in rows] + ([limit] if limit else []), default=1.0) or 1.0
-    room = WIDTH - _LABEL - 130
+    scale = (WIDTH - _LABEL - 130) / (max([*(max(row.figures) for row in rows), limit or 0.0]) or 1.0)
     height = _ROW * len(rows) + 30
     parts = [_open(height)]
     for index, row in enumerate(rows):
         y = index * _ROW + 4
-        width = max(1.0, row.median / top * room)
-        title = f"{row.label}: median {row.median:.4g} {unit}, {row.low:.4g} to {row.high:.4g}"
-        parts.append(f'<g class="bar"><title>{escape(title)}</title>')
-        parts.append(_text(_LABEL - 8, y + 14, row.label, anchor="end", size=12))
-        parts.append(f'<rect x="{_LABEL}" y="{y}" width="{width:.1f}" height="18" class="{_ROLES[row.role]}"/>')
-        low, high = _LABEL + row.low / top * room, _LABEL + row.high / top * room
-        parts.append(_line(low, y + 9, high, y + 9, "edge"))
-        parts += [_line(x, y + 5, x, y + 13, "edge") for x in (low, high)]
-        parts.append(_text(max(high, _LABEL + width) + 8, y + 14, f"{row.median:.4g} {unit}{row.note}", size=12))
-        parts.append("</g>")
+        width = max(1.0, row.median * scale)
+        title = f"{row.label}: median {row.median:.4g} {unit}, {min(row.figures):.4g} to {max(row.figures):.4g}"
+        low, high = (_LABEL + value * scale for value in (min(row.figures), max(row.figures)))
+        parts += [
+            f'<g class="bar"><title>{escape(title)}</title>',
+            _text(_LABEL - 8, y + 14, row.label, anchor="end", size=12),
+            f'<rect x="{_LABEL}" y="{y}" width="{width:.1f}" height="18" class="{_ROLES[row.role]}"/>',
+            _line(low, y + 9, high, y + 9, "edge"),
+            *(_line(x, y + 5, x, y + 13, "edge") for x in (low, high)),
+            _text(max(high, _LABEL + width) + 8, y + 14, f"{row.median:.4g} {unit}{row.note}", size=12),
+            "</g>",
+        ]
     if limit:
-        x = _LABEL + limit / top * room
+        x = _LABEL + limit * scale
         parts.append(_line(x, 0, x, _ROW * len(rows), "limit", dash="4 3"))
         parts.append(_text(x, height - 8, f"limit {limit:.4g} {unit}", anchor="middle", kind="limit"))
     return "".join([*parts, "</svg></div>"])
@@ -79,39 +79,26 @@ def curves(lines: Sequence[Curve], *, x_title: str, y_title: str) -> str:
     parts = [_open(height)]
     for power in range(y_low, y_high + 1):
         _, y = place(min(xs), 10.0**power)
-        parts += [
-            _line(left, y, WIDTH - right, y, "grid"),
-            _text(left - 8, y + 4, _short(10.0**power), anchor="end"),
-        ]
+        parts.append(_line(left, y, WIDTH - right, y, "grid"))
+        parts.append(_text(left - 8, y + 4, _short(10.0**power), anchor="end"))
     for x in sorted(set(xs)):
         across, _ = place(x, 10.0**y_low)
         parts.append(_text(across, height - bottom + 18, _short(x), anchor="middle"))
     parts.append(_text(left + (WIDTH - left - right) / 2, height - 8, x_title, anchor="middle", size=12))
     parts.append(_text(left, 9, y_title, size=11))
     for index, one in enumerate(lines):
-        number = index % _NUM_COLOURS
-        shown = [(x, y) for x, y in one.points if x > 0 and y > 0]
-        placed = [place(x, y) for x, y in shown]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-        dash = ' stroke-dasharray="5 4"' if one.dashed else ""
-        parts.append(f'<polyline points="{path}" class="stroke-{number}" fill="none" stroke-width="2"{dash}/>')
-        for (x, y), (at, value) in zip(placed, shown, strict=True):
-            title = escape(f"{one.label}: {_short(at)}: {value:.4g}")
-            parts.append(
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="fill-{number}"><title>{title}</title></circle>'
-            )
-        y = 24 + index * 20
-        parts.append(
-            _line(
-                WIDTH - right + 16,
-                y - 4,
-                WIDTH - right + 40,
-                y - 4,
-                f"stroke-{number}",
-                dash="5 4" if one.dashed else "",
-            )
-        )
-        parts.append(_text(WIDTH - right + 46, y, one.label, size=12))
+        colour, dash = index % _NUM_COLOURS, "5 4" if one.dashed else ""
+        placed = [(*place(x, y), x, y) for x, y in one.points if x > 0 and y > 0]
+        path = " ".join(f"{across:.1f},{up:.1f}" for across, up, _, _ in placed)
+        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        parts.append(f'<polyline points="{path}" class="stroke-{colour}" fill="none" stroke-width="2"{dashes}/>')
+        for across, up, x, y in placed:
+            title = escape(f"{one.label}: {_short(x)}: {y:.4g}")
+            circle = f'<circle cx="{across:.1f}" cy="{up:.1f}" r="4" class="fill-{colour}">'
+            parts.append(f"{circle}<title>{title}</title></circle>")
+        key, x = 24 + index * 20, WIDTH - right
+        parts.append(_line(x + 16, key - 4, x + 40, key - 4, f"stroke-{colour}", dash=dash))
+        parts.append(_text(x + 46, key, one.label, size=12))
     return "".join([*parts, "</svg></div>"])
 
 

@@ -9,13 +9,14 @@ compared too.
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any, Literal
 
-from ckptstore.tools.bench.figures.report import Report, Workload
+from ckptstore.tools.bench.figures.report import Report, Workload, WorkloadOutcome
 
 ALPHA = 0.05
 _MOST_DIVISIONS = 200_000
@@ -60,19 +61,14 @@ class Comparison:
 
 def compare(before: Report, after: Report) -> Comparison:
     """Compare the measurements of both reports: workloads by name, size and ranks, contenders by name."""
-    changes = []
     earlier = {_key(workload): workload for workload in before.workloads}
-    for workload in after.workloads:
-        old = earlier.get(_key(workload))
-        if old is None:
-            continue
-        for one in workload.outcomes:
-            was = old.measured(one.name)
-            if was is not None and one.status == "measured":
-                first, second = old.figures(was), workload.figures(one)
-                changes.append(
-                    _change(workload, one.name, first, second, _of_limit(old, first), _of_limit(workload, second))
-                )
+    changes = [
+        _change(old, was, workload, one)
+        for workload in after.workloads
+        if (old := earlier.get(_key(workload))) is not None
+        for one in workload.all_measured()
+        if (was := old.measured(one.name)) is not None
+    ]
     differences = [*_differences(before, after), *_in_one_alone(before, after)]
     return Comparison(changes=tuple(changes), differences=tuple(differences))
 
@@ -81,53 +77,41 @@ def _key(workload: Workload) -> tuple[Any, ...]:
     return workload.name, workload.size_bytes, workload.ranks, workload.title
 
 
-def _of_limit(workload: Workload, figures: Sequence[float]) -> float | None:
-    limit = workload.best("limit")
-    return statistics.median(workload.figures(limit)) / statistics.median(figures) if limit else None
-
-
-def _change(
-    workload: Workload,
-    contender: str,
-    before: Sequence[float],
-    after: Sequence[float],
-    limit_before: float | None,
-    limit_after: float | None,
-) -> Change:
-    p_value = rank_sum_p(before, after)
-    was, now = statistics.median(before), statistics.median(after)
-    if smallest_p(len(before), len(after)) > ALPHA:
+def _change(old: Workload, was: WorkloadOutcome, new: Workload, one: WorkloadOutcome) -> Change:
+    before, after = old.median(was), new.median(one)
+    p_value = rank_sum_p(old.figures(was), new.figures(one))
+    if smallest_p(len(was.samples), len(one.samples)) > ALPHA:
         verdict: Verdict = "too few samples"
     elif p_value > ALPHA:
         verdict = "no change shown"
     else:
-        verdict = "faster" if now < was else "slower"
+        verdict = "faster" if after < before else "slower"
+    limits = [
+        workload.median(limit) / seconds if (limit := workload.best("limit")) else None
+        for workload, seconds in ((old, before), (new, after))
+    ]
     return Change(
-        workload=workload.title,
-        contender=contender,
-        before_seconds=was,
-        after_seconds=now,
-        speedup=was / max(1e-9, now),
+        workload=new.title,
+        contender=one.name,
+        before_seconds=before,
+        after_seconds=after,
+        speedup=before / max(1e-9, after),
         p_value=p_value,
         verdict=verdict,
-        limit_before=limit_before,
-        limit_after=limit_after,
+        limit_before=limits[0],
+        limit_after=limits[1],
     )
 
 
-def _differences(before: Report, after: Report) -> list[str]:
-    found: list[str] = []
+def _differences(before: Report, after: Report) -> Iterator[str]:
     for what, first, second in (
         ("machine", before.machine, after.machine),
         ("version of", before.versions, after.versions),
         ("setting", before.asked, after.asked),
     ):
-        found += [
-            f"{what} {name}: {first.get(name)} before, {second.get(name)} after"
-            for name in sorted({*first, *second} - {"load_average"})
-            if first.get(name) != second.get(name)
-        ]
-    return found
+        for name in sorted({*first, *second} - {"load_average"}):
+            if first.get(name) != second.get(name):
+                yield f"{what} {name}: {first.get(name)} before, {second.get(name)} after"
 
 
 def _in_one_alone(before: Report, after: Report) -> Iterator[str]:
@@ -156,41 +140,19 @@ def rank_sum_p(first: Sequence[float], second: Sequence[float]) -> float:
 
     Exact up to some hundred thousand divisions, beyond that by the normal distribution with a correction for ties.
     """
-    ranks = _ranks([*first, *second])
+    ordered = sorted([*first, *second])
+    ranks = [(bisect_left(ordered, value) + bisect_right(ordered, value) + 1) / 2 for value in (*first, *second)]
     size, total = len(first), len(ranks)
     middle = size * (total + 1) / 2
     seen = abs(sum(ranks[:size]) - middle)
-    if math.comb(total, size) > _MOST_DIVISIONS:
-        return _normal_p(seen, ranks, size)
-    extreme = sum(abs(sum(chosen) - middle) >= seen - 1e-9 for chosen in combinations(ranks, size))
-    return extreme / math.comb(total, size)
+    if math.comb(total, size) <= _MOST_DIVISIONS:
+        extreme = sum(abs(sum(chosen) - middle) >= seen - 1e-9 for chosen in combinations(ranks, size))
+        return extreme / math.comb(total, size)
+    ties = sum(count**3 - count for count in Counter(ranks).values()) / (total * (total - 1))
+    variance = size * (total - size) / 12 * (total + 1 - ties)
+    return math.erfc(max(0.0, seen - 0.5) / math.sqrt(2 * variance)) if variance > 0 else 1.0
 
 
 def smallest_p(size: int, other: int) -> float:
     """Return the smallest p-value that so many samples can give."""
     return min(1.0, 2 / math.comb(size + other, size))
-
-
-def _normal_p(seen: float, ranks: Sequence[float], size: int) -> float:
-    total, other = len(ranks), len(ranks) - size
-    groups: Mapping[float, int] = {rank: list(ranks).count(rank) for rank in set(ranks)}
-    ties = sum(count**3 - count for count in groups.values()) / (total * (total - 1))
-    variance = size * other / 12 * (total + 1 - ties)
-    if variance <= 0:
-        return 1.0
-    return math.erfc(max(0.0, seen - 0.5) / math.sqrt(2 * variance))
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    """Return the rank of each value, from 1; equal values share the mean of theirs."""
-    order = sorted(range(len(values)), key=lambda index: values[index])
-    ranks = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
-            end += 1
-        for index in order[start : end + 1]:
-            ranks[index] = (start + end) / 2 + 1
-        start = end + 1
-    return ranks

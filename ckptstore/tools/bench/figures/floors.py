@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckptstore.errors import InvalidInput
-from ckptstore.tools.bench.figures.report import Report, Workload, WorkloadOutcome
+from ckptstore.tools.bench.figures.report import Report, Workload
 
 _AGAINST = ("contender", "slowest_of", "role")
 
@@ -69,19 +68,16 @@ def check(report: Report, floors: Sequence[Mapping[str, Any]]) -> list[FloorVerd
         found = [one for one in report.workloads if one.name == floor["workload"]]
         for workload in found:
             name = workload.name if len(found) == 1 else f"{workload.name}, {workload.title}"
-            against, other = _other(workload, floor)
-            ratio = workload.ratio(other) if other else None
+            against, ratio = _other(workload, floor)
             verdicts.append(FloorVerdict(workload=name, against=against, floor=float(floor["floor"]), ratio=ratio))
     return verdicts
 
 
-def _other(workload: Workload, floor: Mapping[str, Any]) -> tuple[str, WorkloadOutcome | None]:
-    """Return the opponent of a floor in words, and its figures; None if one of them was not measured."""
-    if "slowest_of" in floor:
-        found = [one for name in floor["slowest_of"] if (one := workload.measured(name)) is not None]
-        is_whole = len(found) == len(floor["slowest_of"]) > 0
-        slowest = max(found, key=lambda one: statistics.median(workload.figures(one))) if is_whole else None
-        return f"the slowest of {' and '.join(floor['slowest_of'])}", slowest
-    if "contender" in floor:
-        return floor["contender"], workload.measured(floor["contender"])
-    return f"the best {floor['role']}", workload.best(floor["role"])
+def _other(workload: Workload, floor: Mapping[str, Any]) -> tuple[str, float | None]:
+    """Return the opponent of a floor in words, and its ratio; None if one of them was not measured."""
+    if "role" in floor:
+        return f"the best {floor['role']}", workload.ratio(workload.best(floor["role"]))
+    names = floor.get("slowest_of", [floor.get("contender")])
+    ratios = [workload.ratio(workload.measured(name)) for name in names]
+    text = f"the slowest of {' and '.join(names)}" if "slowest_of" in floor else names[0]
+    return text, None if None in ratios else max(filter(None, ratios), default=None)

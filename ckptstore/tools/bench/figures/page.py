@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from string import Template
@@ -59,69 +58,59 @@ def page(report: Report) -> str:
 
 def _section(workload: Workload, saves: list[list[dict[str, Any]]]) -> str:
     """Return a workload's section; the ranks of its timeline, if any, are added to `saves`, for the page to draw."""
-    measured = [one for one in workload.outcomes if one.status == "measured"]
     limit = workload.best("limit")
     rows = []
-    for one in measured:
+    for one in workload.all_measured():
         figures, ratio = workload.figures(one), workload.ratio(one)
         note = f", ratio {ratio:.2f}" if ratio is not None and one.role != "ckptstore" else ""
-        rows.append(
-            Bar(
-                label=text.label(one),
-                role=one.role,
-                median=statistics.median(figures),
-                low=min(figures),
-                high=max(figures),
-                note=note,
-            )
-        )
-    at = statistics.median(workload.figures(limit)) if limit else None
+        rows.append(Bar(label=text.label(one), role=one.role, median=workload.median(one), figures=figures, note=note))
     parts = [f"<h2>{escape(text.heading(workload))}</h2>"]
     if rows:
-        parts += [bars(rows, unit="s", limit=at), _table(workload)]
-    absent = text.absent(workload)
-    if absent:
-        parts.append('<p class="absent">' + "<br>".join(map(escape, absent)) + "</p>")
+        parts += [bars(rows, unit="s", limit=workload.median(limit) if limit else None), _table(workload)]
+    parts += _absent(text.absent(workload))
     if workload.timeline:
-        late = workload.facts.get("straggler")
+        late = workload.facts.get("straggler") or {"rank": None}
         sentence = (
-            f"rank {late['rank']} had stored its files {late['seconds']:.3f} s after the median rank." if late else ""
+            ""
+            if late["rank"] is None
+            else f"rank {late['rank']} had stored its files {late['seconds']:.3f} s after the median rank."
         )
         parts.append(f"<h3>One save, rank by rank</h3><p class='small'>A lane for each thread. {escape(sentence)}</p>")
         parts.append(f'<div data-save="{len(saves)}"></div>')
         saves.append(
             [
-                {
-                    "label": f"rank {rank['rank']}",
-                    "late": bool(late and rank["rank"] == late["rank"]),
-                    "spans": rank["spans"],
-                }
+                {"label": f"rank {rank['rank']}", "late": rank["rank"] == late["rank"], "spans": rank["spans"]}
                 for rank in workload.timeline
             ]
         )
     return "\n".join(parts)
 
 
+def _absent(lines: Iterable[str]) -> list[str]:
+    return [f'<p class="absent">{"<br>".join(found)}</p>'] if (found := [*map(escape, lines)]) else []
+
+
 def _table(workload: Workload) -> str:
-    measured = [one for one in workload.outcomes if one.status == "measured"]
     head = "".join(f"<th>{escape(name)}</th>" for name in text.HEADERS)
     body = "".join(
         f'<tr class="{one.role}">' + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-        for one, row in zip(measured, text.rows(workload), strict=True)
+        for one, row in zip(workload.all_measured(), text.rows(workload), strict=True)
     )
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _finding(workloads: Sequence[Workload]) -> str:
-    names = [one.name for one in workloads[0].outcomes]
-    lines = []
-    for name in names:
-        points = []
-        for workload in workloads:
-            one = workload.measured(name)
-            if one is not None:
-                points.append((float(workload.facts["checkpoints"]), statistics.median(workload.figures(one))))
-        lines.append(Curve(label=name, points=points))
+    lines = [
+        Curve(
+            label=name,
+            points=[
+                (float(workload.facts["checkpoints"]), workload.median(one))
+                for workload in workloads
+                if (one := workload.measured(name)) is not None
+            ],
+        )
+        for name in (one.name for one in workloads[0].outcomes)
+    ]
     chart = curves(lines, x_title="checkpoints in the store", y_title="seconds")
     tables = "".join(f"<h3>{escape(workload.title)}</h3>{_table(workload)}" for workload in workloads)
     return f"<h2>Finding checkpoints as a store grows</h2>{chart}{tables}"
@@ -131,37 +120,34 @@ def _growth(scaling: Mapping[str, Any]) -> str:
     parts = ["<h2>Growth</h2>"]
     titles = {"ranks": "real processes, the same bytes in all", "bytes": "bytes of the state", "files": "files"}
     for name, points in scaling.get("real", {}).items():
-        contenders = dict.fromkeys(who for point in points for who in point["seconds"])
+        title = titles.get(name, name)
         lines = [
             Curve(
                 label=who,
                 points=[(point["at"], point["seconds"][who]["median"]) for point in points if who in point["seconds"]],
             )
-            for who in contenders
+            for who in dict.fromkeys(who for point in points for who in point["seconds"])
         ]
-        parts.append(f"<h3>Seconds over {escape(titles.get(name, name))}</h3>")
-        parts.append(curves(lines, x_title=titles.get(name, name), y_title="seconds"))
-        absent = dict.fromkeys(line for point in points for line in point["absent"])
-        parts += [f'<p class="absent">{escape(line)}</p>' for line in absent]
-    simulated = scaling.get("simulated", {})
-    points = simulated.get("points", ())
-    if points:
+        parts += [f"<h3>Seconds over {escape(title)}</h3>", curves(lines, x_title=title, y_title="seconds")]
+        parts += _absent(dict.fromkeys(line for point in points for line in point["absent"]))
+    simulations = {name: scaling.get(name, {}) for name in ("simulated", "sharded")}
+    simulated, sharded = simulations.values()
+    if points := simulated.get("points", ()):
         latency = simulated["latency_seconds"] * 1000
         parts.append(f"<h3>A commit through the storage alone, {latency:g} ms for each request</h3>")
         for figure, title in (("seconds", "seconds to the commit"), ("requests", "requests of the leader")):
-            lines = [Curve(label="measured", points=[(point["ranks"], point[figure]) for point in points])]
-            law = simulated["laws"].get(figure)
-            if law:
+            lines = [_measured(points, figure)]
+            if law := simulated["laws"].get(figure):
                 fitted = [(point["ranks"], law["base"] + law["slope"] * point["ranks"]) for point in points]
                 lines.append(Curve(label=f"n^{law['exponent']:.2f} at the end", points=fitted, dashed=True))
             parts.append(curves(lines, x_title="simulated ranks", y_title=title))
-    sharded = scaling.get("sharded", {})
-    if sharded.get("points"):
+    if points := sharded.get("points", ()):
         parts.append(f"<h3>A commit of {sharded['tensors']} tensors, each divided over all ranks</h3>")
-        points = [(point["ranks"], point["seconds"]) for point in sharded["points"]]
-        parts.append(
-            curves([Curve(label="measured", points=points)], x_title="simulated ranks", y_title="seconds to the commit")
-        )
-    simulations = {"simulated": simulated, "sharded": sharded}
+        lines = [_measured(points, "seconds")]
+        parts.append(curves(lines, x_title="simulated ranks", y_title="seconds to the commit"))
     parts += [f'<p class="small">{escape(line)}</p>' for line in text.scaling_lines(simulations)]
     return "\n".join(parts)
+
+
+def _measured(points: Sequence[Mapping[str, Any]], figure: str) -> Curve:
+    return Curve(label="measured", points=[(point["ranks"], point[figure]) for point in points])

@@ -123,16 +123,8 @@ class WorkloadOutcome:
         turns = zip(*(one.samples for one in outcomes), strict=True)
         return replace(outcomes[0], samples=tuple(Sample.over_ranks(turn) for turn in turns))
 
-    @property
-    def median_seconds(self) -> float:
-        """The median of the total seconds. Only if measured."""
-        return statistics.median(sample.total_seconds for sample in self.samples)
 
-
-_FIELDS = ("name", "title", "size_bytes", "ranks", "figure")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """One workload with all its contenders. Ratios are those of `figure`."""
 
@@ -140,48 +132,51 @@ class Workload:
     title: str
     size_bytes: int
     ranks: int
-    outcomes: tuple[WorkloadOutcome, ...]
     figure: str = "total_seconds"
     facts: Mapping[str, Any] = field(default_factory=dict)
     timeline: tuple[Mapping[str, Any], ...] = ()
     """The spans of each rank, in one save."""
+    outcomes: tuple[WorkloadOutcome, ...]
 
     @property
     def moved_bytes(self) -> int:
         """The bytes for rates; 0 where the seconds are those of steps, which move none."""
         return 0 if "steps" in self.name else self.size_bytes
 
+    def all_measured(self) -> list[WorkloadOutcome]:
+        """Return the contenders that were measured."""
+        return [one for one in self.outcomes if one.status == "measured"]
+
     def measured(self, name: str) -> WorkloadOutcome | None:
         """Return the contender of that name, if it was measured."""
-        return next((one for one in self.outcomes if one.name == name and one.status == "measured"), None)
+        return next((one for one in self.all_measured() if one.name == name), None)
 
     def figures(self, outcome: WorkloadOutcome) -> list[float]:
         """Return the samples that ratios are made of."""
         return [float(getattr(sample, self.figure)) for sample in outcome.samples]
 
-    def ratio(self, outcome: WorkloadOutcome) -> float | None:
+    def median(self, outcome: WorkloadOutcome) -> float:
+        """Return the median of the samples that ratios are made of."""
+        return statistics.median(self.figures(outcome))
+
+    def ratio(self, outcome: WorkloadOutcome | None) -> float | None:
         """Return its median over ckptstore's: above 1, ckptstore is faster."""
         ours = self.measured(OURS)
-        if ours is None or outcome.status != "measured":
+        if ours is None or outcome is None or outcome.status != "measured":
             return None
-        return statistics.median(self.figures(outcome)) / max(1e-9, statistics.median(self.figures(ours)))
+        return self.median(outcome) / max(1e-9, self.median(ours))
 
     def best(self, role: Role) -> WorkloadOutcome | None:
         """Return the fastest measured contender of a role."""
-        found = [one for one in self.outcomes if one.role == role and one.status == "measured"]
-        return min(found, key=lambda one: statistics.median(self.figures(one)), default=None)
+        return min((one for one in self.all_measured() if one.role == role), key=self.median, default=None)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as in the schema, with the figures that follow from the samples."""
-        return {
-            **{name: getattr(self, name) for name in _FIELDS},
-            "facts": dict(self.facts),
-            "timeline": [dict(rank) for rank in self.timeline],
-            "outcomes": [
-                {**asdict(one), "summary": summary(one, self.moved_bytes), "ratio": rounded(self.ratio(one))}
-                for one in self.outcomes
-            ],
-        }
+        outcomes = [
+            {**asdict(one), "summary": summary(one, self.moved_bytes), "ratio": rounded(self.ratio(one))}
+            for one in self.outcomes
+        ]
+        return {**vars(self), "timeline": [*self.timeline], "outcomes": outcomes}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Workload:
@@ -191,12 +186,11 @@ class Workload:
             plain = {name: item for name, item in one.items() if name not in ("summary", "ratio")}
             samples = tuple(Sample(**sample) for sample in one["samples"])
             outcomes.append(WorkloadOutcome(**{**plain, "samples": samples, "sweep": tuple(one["sweep"])}))
-        plain = {name: value[name] for name in _FIELDS}
-        timeline = tuple(value["timeline"])
-        return cls(**plain, facts=value["facts"], timeline=timeline, outcomes=tuple(outcomes))
+        plain = {item.name: value[item.name] for item in fields(cls)}
+        return cls(**{**plain, "timeline": tuple(value["timeline"]), "outcomes": tuple(outcomes)})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """One run."""
 
@@ -211,48 +205,29 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as in the schema."""
-        return {
-            "version": VERSION,
-            "kind": "ckptstore-bench",
-            "created_at": self.created_at,
-            "command": self.command,
-            "machine": dict(self.machine),
-            "versions": dict(self.versions),
-            "asked": dict(self.asked),
-            "workloads": [workload.to_json() for workload in self.workloads],
-            "scaling": dict(self.scaling),
-        }
+        plain = {**vars(self), "workloads": [workload.to_json() for workload in self.workloads]}
+        return {"version": VERSION, "kind": "ckptstore-bench", **plain}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Report:
         """Create it from the result of `to_json`."""
-        names = ("created_at", "command", "machine", "versions", "asked", "scaling")
-        plain = {name: value[name] for name in names}
-        return cls(**plain, workloads=tuple(Workload.from_json(one) for one in value["workloads"]))
+        plain = {item.name: value[item.name] for item in fields(cls)}
+        return cls(**{**plain, "workloads": tuple(Workload.from_json(one) for one in value["workloads"])})
 
 
 def summary(outcome: WorkloadOutcome, size_bytes: int) -> dict[str, Any] | None:
     """Return median, minimum and maximum of the samples, and the rates that follow; None without samples."""
     if not outcome.samples:
         return None
-    spread = {
-        name: _spread([getattr(sample, name) for sample in outcome.samples])
-        for name in ("blocked_seconds", "total_seconds", "cpu_seconds", "peak_bytes", "requests", "retries")
-    }
-    gib = size_bytes / GIB
-    cpu = statistics.median(sample.cpu_seconds for sample in outcome.samples)
-    return {
-        **spread,
-        "gigabytes_per_second": rounded(size_bytes / 1e9 / max(1e-9, outcome.median_seconds)) if size_bytes else None,
-        "cpu_seconds_per_gib": rounded(cpu / gib) if gib else None,
-    }
-
-
-def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    return {"median": statistics.median(known), "min": min(known), "max": max(known)}
+    names = ("blocked_seconds", "total_seconds", "cpu_seconds", "peak_bytes", "requests", "retries")
+    found: dict[str, Any] = dict.fromkeys(names)
+    for name in names:
+        if values := [value for sample in outcome.samples if (value := getattr(sample, name)) is not None]:
+            found[name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    seconds, cpu = found["total_seconds"]["median"], found["cpu_seconds"]["median"]
+    found["gigabytes_per_second"] = rounded(size_bytes / 1e9 / max(1e-9, seconds)) if size_bytes else None
+    found["cpu_seconds_per_gib"] = rounded(cpu / (size_bytes / GIB)) if size_bytes else None
+    return found
 
 
 def rounded(value: float | None, digits: int = 4) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -11,23 +10,12 @@ from ckptstore.tools.bench.figures.report import Report, Workload, WorkloadOutco
 
 HEADERS = ("contender", "seconds", "min - max", "GB/s", "CPU s/GiB", "peak MiB", "requests", "ratio", "of limit")
 CLAIM_HEADERS = ("workload", "beside the best peer", "beside the limit of the machine")
+_MARKDOWN = ("contender", "seconds", "min - max", "GB/s", "CPU s/GiB", "ratio", "of limit", "besides")
 _LEGEND = (
     "Seconds are medians{}, GB/s those of the time until everything is stored or loaded. A ratio above 1 means that "
     "ckptstore is faster; 'of limit' is the limit's time over its own."
 )
 LEGEND = _LEGEND.format("")
-_MARKDOWN_HEADERS = (
-    "measured",
-    "ranks",
-    "contender",
-    "seconds",
-    "min - max",
-    "GB/s",
-    "CPU s/GiB",
-    "ratio",
-    "of limit",
-    "besides",
-)
 _REHEARSAL = "A rehearsal with tensors of the CPU: nothing is locked, and no figure says anything about a GPU."
 
 
@@ -41,27 +29,29 @@ def heading(workload: Workload) -> str:
 
 def rows(workload: Workload) -> list[list[str]]:
     """Return one row for each measured contender."""
-    limit = workload.best("limit")
-    limit_seconds = statistics.median(workload.figures(limit)) if limit else None
-    return [_row(workload, one, limit_seconds) for one in workload.outcomes if one.status == "measured"]
+    return [[_cells(workload, one)[name] for name in HEADERS] for one in workload.all_measured()]
 
 
-def _row(workload: Workload, one: WorkloadOutcome, limit_seconds: float | None) -> list[str]:
-    figures = workload.figures(one)
-    median = statistics.median(figures)
+def _cells(workload: Workload, one: WorkloadOutcome) -> Mapping[str, str]:
+    """Return the figures of a measured contender, by their headers."""
+    figures, median, limit = workload.figures(one), workload.median(one), workload.best("limit")
     spread = summary(one, workload.moved_bytes) or {}
-    ratio = workload.ratio(one)
-    return [
-        label(one),
-        f"{median:.4f}",
-        f"{min(figures):.4f} - {max(figures):.4f}",
-        _number(spread["gigabytes_per_second"], "{:.2f}"),
-        _number(spread["cpu_seconds_per_gib"], "{:.2f}"),
-        _number(spread["peak_bytes"] and spread["peak_bytes"]["median"] / (1 << 20), "{:.1f}"),
-        _number(spread["requests"] and spread["requests"]["median"], "{:.0f}"),
-        _number(ratio, "{:.2f}"),
-        _number(limit_seconds and limit_seconds / median, "{:.2f}"),
-    ]
+    return {
+        "contender": label(one),
+        "seconds": f"{median:.4f}",
+        "min - max": f"{min(figures):.4f} - {max(figures):.4f}",
+        "GB/s": _number(spread["gigabytes_per_second"], "{:.2f}"),
+        "CPU s/GiB": _number(spread["cpu_seconds_per_gib"], "{:.2f}"),
+        "peak MiB": _number(spread["peak_bytes"] and spread["peak_bytes"]["median"] / (1 << 20), "{:.1f}"),
+        "requests": _number(spread["requests"] and spread["requests"]["median"], "{:.0f}"),
+        "ratio": _number(workload.ratio(one), "{:.2f}"),
+        "of limit": _number(workload.median(limit) / median if limit and median else None, "{:.2f}"),
+        "besides": ", ".join(
+            f"{name.replace('_bytes', '').replace('_', ' ')} "
+            + (f"{value / (1 << 20):.0f} MiB" if "_bytes" in name else f"{value:.4g}")
+            for name, value in one.facts.items()
+        ),
+    }
 
 
 def label(one: WorkloadOutcome) -> str:
@@ -100,8 +90,7 @@ def absent(workload: Workload) -> list[str]:
         if one.status == "failed" or (one.status == "skipped" and one.role != "limit")
     ] + [
         f"failed: {one.name} with {settings_text(tried)}: {tried['failed']}"
-        for one in workload.outcomes
-        if one.status == "measured"
+        for one in workload.all_measured()
         for tried in one.sweep
         if "failed" in tried
     ]
@@ -110,11 +99,11 @@ def absent(workload: Workload) -> list[str]:
 def claim(workload: Workload) -> list[str]:
     """Return the workload's line in the table of the README: ratios to the best peer and to the limit."""
     peer, limit = workload.best("peer"), workload.best("limit")
-    to_peer = workload.ratio(peer) if peer else None
+    to_peer, to_limit = workload.ratio(peer), workload.ratio(limit)
     return [
         f"{workload.name} ({workload.size_bytes / (1 << 20):.0f} MiB)",
         f"{to_peer:.2f} times {peer.name}" if peer and to_peer is not None else "not measured",
-        (_number(workload.ratio(limit), "{:.2f}") if limit else "") or "not measured",
+        _number(to_limit, "{:.2f}") or "not measured",
     ]
 
 
@@ -126,44 +115,41 @@ def scaling_lines(scaling: Mapping[str, Any]) -> list[str]:
             seconds = ", ".join(f"{who} {spread['median']:.4f} s" for who, spread in point["seconds"].items())
             lines.append(f"{name} = {point['at']}: {seconds}")
         lines += dict.fromkeys(f"{name}: {line}" for point in points for line in point["absent"])
-    simulated = scaling.get("simulated", {})
-    for point in simulated.get("points", ()):
-        peak = f"{point['peak_bytes'] / (1 << 20):.0f} MiB" if point["peak_bytes"] is not None else "?"
-        lines.append(
-            f"{point['ranks']} simulated ranks: commit {point['seconds']:.2f} s, {point['requests']} requests, leader "
-            f"{point['cpu_seconds']:.2f} s of CPU, {peak}"
-        )
-    lines += _law_lines(simulated)
-    sharded = scaling.get("sharded", {})
-    lines += [_sharded_line(point) for point in sharded.get("points", ())]
-    return [*lines, *_law_lines(sharded), *(line for one in (simulated, sharded) for line in one.get("absent", ()))]
+    for kind, form in (("simulated", _simulated_line), ("sharded", _sharded_line)):
+        growth = scaling.get(kind, {})
+        lines += [f"{point['ranks']} simulated ranks{form(point)}" for point in growth.get("points", ())]
+        lines += [
+            f"{name} over ranks n: {law['text']}; between the two largest it grows by n^{law['exponent']:.2f}"
+            for name, law in growth.get("laws", {}).items()
+        ]
+    return [*lines, *(line for kind in ("simulated", "sharded") for line in scaling.get(kind, {}).get("absent", ()))]
 
 
-def _sharded_line(point: Mapping[str, Any]) -> str:
-    peak = f"{point['peak_bytes'] / (1 << 20):.0f} MiB"
-    sent, agreed = point["told_bytes"] / (1 << 20), point["agree_bytes"] / (1 << 20)
+def _simulated_line(point: Mapping[str, Any]) -> str:
+    peak = f"{point['peak_bytes'] / (1 << 20):.0f} MiB" if point["peak_bytes"] is not None else "?"
     return (
-        f"{point['ranks']} simulated ranks, {point['tensors']} tensors over all of them: {point['seconds']:.2f} s from "
-        f"the last answer to the commit, {point['cpu_seconds']:.2f} s of CPU, {peak}; agreed in "
-        f"{point['agree_seconds']:.2f} s from {agreed:.1f} MiB; heard {sent:.1f} MiB; outline "
-        f"{point['outline_bytes'] / 1000:.0f} kB, manifest {point['manifest_bytes'] / 1000:.0f} kB; opened as saved in "
-        f"{point['open_own_seconds']:.2f} s from {point['open_own_bytes'] / 1000:.0f} kB, by a quarter of the ranks in "
-        f"{point['open_quarter_seconds']:.2f} s"
+        f": commit {point['seconds']:.2f} s, {point['requests']} requests, leader {point['cpu_seconds']:.2f} s of CPU, "
+        f"{peak}"
     )
 
 
-def _law_lines(growth: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{name} over ranks n: {law['text']}; between the two largest it grows by n^{law['exponent']:.2f}"
-        for name, law in growth.get("laws", {}).items()
-    ]
+def _sharded_line(point: Mapping[str, Any]) -> str:
+    sent, agreed, peak = (point[f"{name}_bytes"] / (1 << 20) for name in ("told", "agree", "peak"))
+    return (
+        f", {point['tensors']} tensors over all of them: {point['seconds']:.2f} s from the last answer to the commit, "
+        f"{point['cpu_seconds']:.2f} s of CPU, {peak:.0f} MiB; agreed in {point['agree_seconds']:.2f} s from "
+        f"{agreed:.1f} MiB; heard {sent:.1f} MiB; outline {point['outline_bytes'] / 1000:.0f} kB, manifest "
+        f"{point['manifest_bytes'] / 1000:.0f} kB; opened as saved in {point['open_own_seconds']:.2f} s from "
+        f"{point['open_own_bytes'] / 1000:.0f} kB, by a quarter of the ranks in {point['open_quarter_seconds']:.2f} s"
+    )
 
 
 def report_lines(report: Report) -> Sequence[str]:
     """Return the machine and the versions, one line each."""
-    machine = ", ".join(f"{name} {value}" for name, value in report.machine.items())
-    found = ", ".join(f"{name} {value}" for name, value in report.versions.items())
-    return [f"machine: {machine}", f"versions: {found}"]
+    return [
+        f"{what}: " + ", ".join(f"{name} {value}" for name, value in values.items())
+        for what, values in (("machine", report.machine), ("versions", report.versions))
+    ]
 
 
 def _number(value: float | None, form: str) -> str:
@@ -176,45 +162,14 @@ def markdown(report: Report) -> str:
     lines = [f"- `{report.command}`, {when}", *(f"- {line}" for line in report_lines(report))]
     if report.asked.get("device") == "cpu":
         lines.append(f"- {_REHEARSAL}")
-    rows = [row for workload in report.workloads for row in _markdown_rows(workload)]
-    table = [_line(_MARKDOWN_HEADERS), _line(["---"] * len(_MARKDOWN_HEADERS)), *map(_line, rows)]
-    return "\n".join([*lines, "", *table, "", _LEGEND.format(", of turns in another order each round"), ""])
-
-
-def _markdown_rows(workload: Workload) -> list[list[str]]:
-    best = workload.best("limit")
-    limit_seconds = statistics.median(workload.figures(best)) if best else None
-    size = f", {workload.size_bytes / 1e9:.3g} GB" if workload.size_bytes else ""
-    return [
-        [f"{workload.title}{size}", str(workload.ranks), label(one), *_figures(workload, one, limit_seconds)]
-        for one in workload.outcomes
-    ]
-
-
-def _figures(workload: Workload, one: WorkloadOutcome, limit_seconds: float | None) -> list[str]:
-    if one.status != "measured":
-        why = "left out" if one.status == "skipped" else "failed"
-        return [f"{why}: {one.reason}", *[""] * 6]
-    figures = workload.figures(one)
-    median, ratio = statistics.median(figures), workload.ratio(one)
-    rates = summary(one, workload.moved_bytes) or {}
-    return [
-        f"{median:.4f}",
-        f"{min(figures):.4f} - {max(figures):.4f}",
-        _number(rates["gigabytes_per_second"], "{:.2f}"),
-        _number(rates["cpu_seconds_per_gib"], "{:.2f}"),
-        "" if ratio is None else f"{ratio:.2f}",
-        "" if limit_seconds is None or not median else f"{limit_seconds / median:.2f}",
-        ", ".join(
-            f"{name.replace('_bytes', '').replace('_', ' ')} {_value(name, value)}" for name, value in one.facts.items()
-        ),
-    ]
-
-
-def _value(name: str, value: float) -> str:
-    return f"{value / (1 << 20):.0f} MiB" if "_bytes" in name else f"{value:.4g}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    escaped = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
-    return f"| {' | '.join(escaped)} |"
+    table: list[Sequence[str]] = [("measured", "ranks", *_MARKDOWN), ["---"] * (2 + len(_MARKDOWN))]
+    for workload in report.workloads:
+        size = f", {workload.size_bytes / 1e9:.3g} GB" if workload.size_bytes else ""
+        for one in workload.outcomes:
+            why = f"{'left out' if one.status == 'skipped' else 'failed'}: {one.reason}"
+            cells = _cells(workload, one) if one.status == "measured" else {"contender": label(one), "seconds": why}
+            row = (cells.get(name, "") for name in _MARKDOWN)
+            table.append([f"{workload.title}{size}", str(workload.ranks), *row])
+    escaped = ([" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in table)
+    lines += ["", *(f"| {' | '.join(row)} |" for row in escaped)]
+    return "\n".join([*lines, "", _LEGEND.format(", of turns in another order each round"), ""])

@@ -9,21 +9,21 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.figures.report import Role
-from ckptstore.tools.bench.peers.base import Contender, Wait
-from ckptstore.tools.bench.peers.dcp import Dcp
+from ckptstore.tools.bench.peers.base import Contender, Settings, Wait, variant
+from ckptstore.tools.bench.peers.dcp import AsyncDcp
 from ckptstore.tools.bench.peers.files import Safetensors
 from ckptstore.tools.bench.peers.limits import RawDiskLoad
 from ckptstore.tools.bench.raw import MIB
 
 _BLOCK_BYTES = 16 * MIB
+_PINNED_BEHIND = {"pinned": True, "behind": True}
 
 
-class DefaultStaged(Dcp):
+class DefaultStaged(AsyncDcp):
     """`dcp.async_save` with torch's DefaultStager, which is reused from save to save.
 
     `pinned` memory is filled by copies that do not block, on a stream of their own if they are made `behind` the
@@ -31,31 +31,18 @@ class DefaultStaged(Dcp):
     creates itself.
     """
 
-    name = "dcp.async_save, thread"
-    kind: ClassVar[AsyncCheckpointerType] = AsyncCheckpointerType.THREAD
+    needs = ("disk", "it writes to paths")
+    _is_warm = False
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
         self._group = dist.new_group(backend="gloo")  # the training uses the other one at the same time
-        self.stager = self.new_stager()
-        self._staging: Future[None] | None = None
-        self._is_warm = False
 
     @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        return [{"pinned": True, "behind": True}, {"pinned": True, "behind": False}, {"pinned": False, "behind": False}]
-
-    def new_stager(self) -> DefaultStager:
-        """Return a stager without any memory yet. Pinned memory, and copies that do not block, require CUDA."""
-        is_pinned = self.settings["pinned"] and self.case.is_cuda
-        return DefaultStager(
-            StagingOptions(
-                use_pinned_memory=is_pinned,
-                use_shared_memory=self.kind is AsyncCheckpointerType.PROCESS,
-                use_async_staging=self.settings["behind"],
-                use_non_blocking_copy=is_pinned,
-            )
-        )
+    def sweep(cls, case: Case, action: str) -> list[Settings]:
+        if cls.kind is AsyncCheckpointerType.PROCESS:
+            return [_PINNED_BEHIND]
+        return [_PINNED_BEHIND, {"pinned": True, "behind": False}, {"pinned": False, "behind": False}]
 
     def prepare(self, place: str) -> None:
         """Allocate its memory before the clock runs, as `warm_up` does for ckptstore."""
@@ -65,63 +52,46 @@ class DefaultStaged(Dcp):
                 staged.result()
             self._is_warm = True
 
-    def save(self, place: str) -> Wait | None:
-        found = async_save(
-            dict(self.case.state),
-            storage_writer=self.writer(place),
-            async_stager=self.stager,
-            async_checkpointer_type=self.kind,
-            process_group=self._group,
-        )
-        if isinstance(found, AsyncSaveResponse):
-            self._staging = found.staging_completion
-            return found.upload_completion.result
-        return found.result
-
-    def staged(self) -> None:
-        if self._staging is not None:
-            self._staging.result()
+    @property
+    def group(self) -> Settings:
+        return {"process_group": self._group}
 
     def close(self) -> None:
-        self.stager.close()
+        super().close()
         dist.destroy_process_group(self._group)
 
 
-class DefaultStagedProcess(DefaultStaged):
-    """`dcp.async_save` from a process of its own, through shared memory, as in torchtitan's `async_with_pinned_mem`."""
-
-    name = "dcp.async_save, process"
-    kind = AsyncCheckpointerType.PROCESS
-
-    @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        return [{"pinned": True, "behind": True}]
+DefaultStagedProcess = variant(DefaultStaged, name="dcp.async_save, process", kind=AsyncCheckpointerType.PROCESS)
+"""`dcp.async_save` from a process of its own, through shared memory, as in torchtitan's `async_with_pinned_mem`."""
 
 
 class SafetensorsToDevice(Safetensors):
     """`load_file` onto the device, with both of its backends."""
 
-    @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        return [{"backend": "mmap"}, {"backend": "pread"}]
+    tried = ({"backend": "mmap"}, {"backend": "pread"})
 
-    def read(self, path: Any) -> Any:
+    def read(self, path: str) -> Any:
         from safetensors.torch import load_file
 
         return load_file(path, device=self.case.device, backend=self.settings["backend"])
 
 
 class FastSafetensors(Safetensors):
-    """fastsafetensors' file loader, by threads that read into pinned memory."""
+    """fastsafetensors' file loader, by threads that read into pinned memory, or with GPUDirect Storage."""
 
-    name, family = "fastsafetensors", "fastsafetensors"
+    name = family = "fastsafetensors"
     modules = packages = ("fastsafetensors",)
-    without_gds: ClassVar[bool] = True
+    with_gds: ClassVar[bool] = False
+
+    @classmethod
+    def objection(cls, case: Case) -> str | None:
+        lacks_cuda = cls.with_gds and not case.is_cuda
+        return super().objection(case) or ("GPUDirect Storage needs CUDA" if lacks_cuda else None)
 
     def load(self, place: str) -> None:
         from fastsafetensors import SafeTensorsFileLoader, SingleGroup
 
-        loader = SafeTensorsFileLoader(SingleGroup(), self.case.device, nogds=self.without_gds)
+        loader = SafeTensorsFileLoader(SingleGroup(), self.case.device, nogds=not self.with_gds)
         try:
             loader.add_filenames({0: [str(self.path(place))]})
             buffers = loader.copy_files_to_device()
@@ -135,15 +105,7 @@ class FastSafetensors(Safetensors):
             loader.close()
 
 
-class FastSafetensorsDirect(FastSafetensors):
-    """fastsafetensors' file loader with GPUDirect Storage."""
-
-    name = "fastsafetensors, GDS"
-    without_gds = False
-
-    @classmethod
-    def objection(cls, case: Case) -> str | None:
-        return super().objection(case) or (None if case.is_cuda else "GPUDirect Storage needs CUDA")
+FastSafetensorsDirect = variant(FastSafetensors, name="fastsafetensors, GDS", with_gds=True)
 
 
 class PinnedCopy(Contender):
@@ -153,10 +115,7 @@ class PinnedCopy(Contender):
 
     name, family = "pinned copy", "limit"
     role: ClassVar[Role] = "limit"
-
-    @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        return [{"one_buffer": True}, {"one_buffer": False}]
+    tried = ({"one_buffer": True}, {"one_buffer": False})
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
@@ -181,10 +140,7 @@ class RawToDevice(RawDiskLoad):
     """`preadv` into pinned memory, and a copy of each block to the device as soon as it is read; nothing is checked."""
 
     name = "raw disk to device"
-
-    @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        return [{"threads": count} for count in (1, 2, 4, 8) if count <= max(2, os.cpu_count() or 1)]
+    tried_in_load = tuple({"threads": count} for count in (1, 2, 4, 8) if count <= max(2, os.cpu_count() or 1))
 
     def prepare(self, place: str) -> None:
         super().prepare(place)
@@ -194,7 +150,7 @@ class RawToDevice(RawDiskLoad):
     def load(self, place: str) -> None:
         host: Any = self._host.numpy()
         view, start, blocks = memoryview(host), 0, []
-        for path in sorted((Path(place) / f"rank-{self.case.rank}").iterdir()):
+        for path in sorted(self.directory(place).iterdir()):
             size_bytes = path.stat().st_size
             blocks += [(path, offset, start + offset, size_bytes) for offset in range(0, size_bytes, _BLOCK_BYTES)]
             start += size_bytes

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import psutil
 import torch
 
 from ckptstore.tools.bench.gpu.device_peers import DefaultStaged
-from ckptstore.tools.bench.measure import status_bytes
 from ckptstore.tools.bench.peers.base import Contender, Wait
 from ckptstore.tools.bench.peers.own import Ckptstore
 
@@ -19,41 +19,36 @@ _RESUMED, _SAVED = 0, 1
 _STILL_SECONDS, _MOST_SECONDS = 0.3, 600.0
 
 
-class LockedMemory:
-    """Wraps the two functions of CUDA that lock and unlock memory, called by ckptstore and torch's stager.
+def watch_locked(cudart: Any) -> dict[int, int]:
+    """Wrap the two functions of CUDA that lock and unlock memory, which ckptstore and torch's stager call; return the
+    bytes that are locked, by address, which go on changing.
 
     torch's own `pin_memory` of tensors does not use them, and is not counted.
     """
+    sizes_bytes: dict[int, int] = {}
+    register, unregister = cudart.cudaHostRegister, cudart.cudaHostUnregister
 
-    def __init__(self, cudart: Any) -> None:
-        self._sizes_bytes: dict[int, int] = {}
-        register, unregister = cudart.cudaHostRegister, cudart.cudaHostUnregister
+    def counted_register(address: int, size_bytes: int, flags: int) -> Any:
+        found = register(address, size_bytes, flags)
+        if int(found) == 0:
+            sizes_bytes[address] = size_bytes
+        return found
 
-        def counted_register(address: int, size_bytes: int, flags: int) -> Any:
-            found = register(address, size_bytes, flags)
-            if int(found) == 0:
-                self._sizes_bytes[address] = size_bytes
-            return found
+    def counted_unregister(address: int) -> Any:
+        found = unregister(address)
+        if int(found) == 0:
+            sizes_bytes.pop(address, None)
+        return found
 
-        def counted_unregister(address: int) -> Any:
-            found = unregister(address)
-            if int(found) == 0:
-                self._sizes_bytes.pop(address, None)
-            return found
-
-        cudart.cudaHostRegister, cudart.cudaHostUnregister = counted_register, counted_unregister
-
-    @property
-    def size_bytes(self) -> int:
-        """The bytes locked now."""
-        return sum([*self._sizes_bytes.values()])
+    cudart.cudaHostRegister, cudart.cudaHostUnregister = counted_register, counted_unregister
+    return sizes_bytes
 
 
 @cache
-def locked_memory() -> LockedMemory:
-    """Return the counter of this process, which counts from the first call on. Needs CUDA."""
+def _locked() -> dict[int, int]:
+    """Return what this process locks from the first call on. Needs CUDA."""
     cuda: Any = torch.cuda
-    return LockedMemory(cuda.cudart())
+    return watch_locked(cuda.cudart())
 
 
 def footprint(contender: Contender) -> Callable[[str], None]:
@@ -64,8 +59,8 @@ def footprint(contender: Contender) -> Callable[[str], None]:
 
     def now() -> dict[str, int]:
         gc.collect()
-        locked = {"locked": locked_memory().size_bytes} if contender.case.is_cuda else {}
-        return {"resident": resident_bytes(), **locked}
+        locked = {"locked": sum([*_locked().values()])} if contender.case.is_cuda else {}
+        return {"resident": psutil.Process().memory_info().rss, **locked}
 
     def note(suffix: str) -> None:
         for name, size_bytes in now().items():
@@ -73,14 +68,6 @@ def footprint(contender: Contender) -> Callable[[str], None]:
 
     before = now()
     return note
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process; 0 if the system does not report it."""
-    try:
-        return status_bytes("VmRSS")
-    except (OSError, KeyError):
-        return 0
 
 
 class FirstSave(Ckptstore):
@@ -120,15 +107,10 @@ class FirstSaveResumed(FirstSave):
         self._note = footprint(self)
         self._store = self.opened(place)
         self.store.resume(self.case.state)
-        _wait_until_still()
-
-
-def _wait_until_still() -> None:
-    """Wait until this process allocates no more memory."""
-    end, before = time.monotonic() + _MOST_SECONDS, -1
-    while (now := resident_bytes()) != before and time.monotonic() < end:
-        before = now
-        time.sleep(_STILL_SECONDS)
+        process, end, before = psutil.Process(), time.monotonic() + _MOST_SECONDS, -1
+        while (now := process.memory_info().rss) != before and time.monotonic() < end:  # it allocates memory
+            before = now
+            time.sleep(_STILL_SECONDS)
 
 
 class FirstDefaultStaged(DefaultStaged):

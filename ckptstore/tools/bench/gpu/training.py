@@ -1,13 +1,11 @@
-"""Train a Llama on one device, or over the ranks by FSDP2. The parameters and moments are the state to save.
+"""Create a Llama to train, on one device, or over the ranks by DDP or FSDP2.
 
 The decoder has RMSNorm, rotary positions, grouped-query attention and SwiGLU (Touvron et al. 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,31 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-from ckptstore.tools.bench.case import Case
+from ckptstore.tools.bench.shapes import Preset
 
 _STATE_TENSORS = 3
 """The parameters, and both moments of AdamW."""
-_TOKENS = {"cuda": (4, 2048), "cpu": (1, 32)}
-"""Number of sequences in a step, and their length."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The sizes of a model."""
-
-    vocabulary: int
-    width: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    hidden: int
-
-
 SHAPES = {
-    "tiny": Shape(vocabulary=256, width=64, num_layers=2, num_heads=4, num_kv_heads=2, hidden=128),
-    "300m": Shape(vocabulary=32000, width=1024, num_layers=16, num_heads=16, num_kv_heads=8, hidden=4096),
-    "1b": Shape(vocabulary=128256, width=2048, num_layers=16, num_heads=32, num_kv_heads=8, hidden=8192),
-    "7b": Shape(vocabulary=32000, width=4096, num_layers=32, num_heads=32, num_kv_heads=32, hidden=11008),
+    "tiny": Preset(words=256, hidden=64, layers=2, heads=4, kv_heads=2, inner=128),
+    "300m": Preset(words=32000, hidden=1024, layers=16, heads=16, kv_heads=8, inner=4096),
+    "1b": Preset(words=128256, hidden=2048, layers=16, heads=32, kv_heads=8, inner=8192),
+    "7b": Preset(words=32000, hidden=4096, layers=32, heads=32, kv_heads=32, inner=11008),
 }
 """From the smallest to the largest."""
 
@@ -48,16 +30,16 @@ SHAPES = {
 class Block(nn.Module):
     """Attention and a gated layer, each around a residual."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Preset) -> None:
         super().__init__()
-        self.head_size = shape.width // shape.num_heads
-        self.sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
-        self.attention_norm = nn.RMSNorm(shape.width)
-        self.qkv = nn.Linear(shape.width, sum(self.sizes) * self.head_size, bias=False)
-        self.out = nn.Linear(shape.width, shape.width, bias=False)
-        self.mlp_norm = nn.RMSNorm(shape.width)
-        self.gate_up = nn.Linear(shape.width, 2 * shape.hidden, bias=False)
-        self.down = nn.Linear(shape.hidden, shape.width, bias=False)
+        self.head_size = shape.hidden // shape.heads
+        self.sizes = [shape.heads, shape.kv_heads, shape.kv_heads]
+        self.attention_norm = nn.RMSNorm(shape.hidden)
+        self.qkv = nn.Linear(shape.hidden, sum(self.sizes) * self.head_size, bias=False)
+        self.out = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.mlp_norm = nn.RMSNorm(shape.hidden)
+        self.gate_up = nn.Linear(shape.hidden, 2 * shape.inner, bias=False)
+        self.down = nn.Linear(shape.inner, shape.hidden, bias=False)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         """Apply the block to `x` (batch, sequence, width); `turns` are (sequence, head_size / 2) unit numbers."""
@@ -75,13 +57,13 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Maps token numbers (batch, sequence) to logits (batch, sequence, vocabulary)."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Preset) -> None:
         super().__init__()
-        self.head_size = shape.width // shape.num_heads
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.num_layers)])
-        self.norm = nn.RMSNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.head_size = shape.hidden // shape.heads
+        self.embedding = nn.Embedding(shape.words, shape.hidden)
+        self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
+        self.norm = nn.RMSNorm(shape.hidden)
+        self.head = nn.Linear(shape.hidden, shape.words, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x: Tensor = self.embedding(tokens)
@@ -106,7 +88,7 @@ def turned(x: Tensor, turns: Tensor) -> Tensor:
 
 
 def parallel_model(
-    shape: Shape, device: torch.device, parallel: Literal["ddp", "fsdp"] | None
+    shape: Preset, device: torch.device, parallel: Literal["ddp", "fsdp"] | None
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Create a model and its AdamW on this rank's device, over all ranks by DDP or FSDP2; in 16 bits on a GPU.
 
@@ -126,68 +108,7 @@ def parallel_model(
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-def shape_within(size_bytes: int, itemsize: int) -> Shape:
+def shape_within(size_bytes: int, itemsize: int) -> Preset:
     """Return the shape of the largest model whose state has at most so many bytes, or of the smallest model."""
-    found = next(iter(SHAPES.values()))
-    for shape in SHAPES.values():
-        with torch.device("meta"):
-            count = sum(parameter.numel() for parameter in Llama(shape).parameters())
-        if count * _STATE_TENSORS * itemsize <= size_bytes:
-            found = shape
-    return found
-
-
-class Training:
-    """Steps of a Llama with AdamW over random tokens. At most one step waits on the device while another one runs."""
-
-    def __init__(self, case: Case) -> None:
-        self._case = case
-        self._device = torch.device(case.device)
-        self._shape = shape_within(case.size_bytes, 2 if case.is_cuda else 4)
-        self._model, self._optimizer = parallel_model(self._shape, self._device, None if case.alone else "fsdp")
-        self._before: Any = None
-        self._step(lambda: None)  # the optimizer makes its moments
-
-    def state(self) -> Mapping[str, Any]:
-        """Return the tensors themselves, which each step changes."""
-        found = {f"model.{name}": tensor for name, tensor in self._model.state_dict().items()}
-        for name, parameter in self._model.named_parameters():
-            moments = self._optimizer.state[parameter]
-            found |= {f"optimizer.{name}.{key}": moments[key] for key in ("exp_avg", "exp_avg_sq")}
-        return found
-
-    def steps(self, is_wanted: Callable[[int], bool], before_update: Callable[[], None]) -> int:
-        """Take steps as long as any rank wants one more, and wait for them; return their number, the same on all ranks.
-
-        `is_wanted` gets the number of steps taken. `before_update` is called when a step is about to change the state.
-        """
-        count = 0
-        while self._any(is_wanted(count)):
-            self._step(before_update)
-            count += 1
-        self._case.synchronize()
-        return count
-
-    def _any(self, is_wanted: bool) -> bool:
-        if self._case.alone:
-            return is_wanted
-        flag = torch.tensor([int(is_wanted)])  # on the CPU: the device goes on with its steps
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
-
-    def _step(self, before_update: Callable[[], None]) -> None:
-        num_sequences, length = _TOKENS[self._device.type]
-        tokens = torch.randint(self._shape.vocabulary, (num_sequences, length + 1), device=self._device)
-        logits = self._model(tokens[:, :-1])
-        loss: Any = functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        loss.backward()
-        before_update()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        if self._case.is_cuda:
-            cuda: Any = torch.cuda
-            ended = cuda.Event()
-            ended.record()
-            if self._before is not None:
-                self._before.synchronize()
-            self._before = ended
+    fitting = [one for one in SHAPES.values() if one.num_parameters * _STATE_TENSORS * itemsize <= size_bytes]
+    return fitting[-1] if fitting else SHAPES["tiny"]

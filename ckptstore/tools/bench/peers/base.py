@@ -9,18 +9,30 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ckptstore.tools.bench.case import Case
+from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.report import Role
+from ckptstore.tools.bench.shapes import difference
 
 Wait = Callable[[], object]
 """Returns when all work begun is done."""
-
+Settings = dict[str, Any]
 
 ZIPPED = "CRC-32 of zip entries is written; a load does not read it"
 """The checks of torch.save against damage."""
 BY_FSSPEC = "on S3 a CRC32 of each request"
 BY_ARROW = "on S3 a CRC64 of each request"
+FSSPEC = ("fsspec", "s3fs", "gcsfs", "adlfs")
+"""The packages by which fsspec reaches a bucket."""
 MOST_FILES = 1000
 """Settings that make a file for each tensor are not tried for more of them: they only get slower."""
+
+_PLACES: Mapping[str, Callable[[Place], bool]] = {
+    "any": lambda place: True,
+    "disk": lambda place: place.is_local,
+    "bucket": lambda place: not place.is_local,
+    "S3": lambda place: place.is_s3,
+    "disk or S3": lambda place: place.is_local or place.is_s3,
+}
 
 
 class Contender:
@@ -33,6 +45,12 @@ class Contender:
     family: ClassVar[str]
     """Its name for `--peers`."""
     role: ClassVar[Role] = "peer"
+    needs: ClassVar[tuple[str, str]] = ("any", "")
+    """The kind of place that suits it, and the reason against all others."""
+    tried: ClassVar[Sequence[Settings]] = ({},)
+    """The settings to try."""
+    tried_in_load: ClassVar[Sequence[Settings] | None] = None
+    """Those to try in a load, if they are others."""
     modules: ClassVar[Sequence[str]] = ()
     """The modules that must be installed."""
     packages: ClassVar[Sequence[str]] = ()
@@ -53,7 +71,8 @@ class Contender:
     @classmethod
     def unfit(cls, case: Case) -> str | None:
         """Return why the case does not suit it, whatever is installed; None if it does. It may have no tensors."""
-        return None
+        kind, reason = cls.needs
+        return None if _PLACES[kind](case.place) else reason
 
     @classmethod
     def objection(cls, case: Case) -> str | None:
@@ -62,9 +81,13 @@ class Contender:
         return cls.unfit(case) or (f"{', '.join(missing)} is not installed" if missing else None)
 
     @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+    def sweep(cls, case: Case, action: str) -> list[Settings]:
         """Return the settings to try for "save" or "load"."""
-        return [{}]
+        return [*(cls.tried if action == "save" or cls.tried_in_load is None else cls.tried_in_load)]
+
+    def at(self, place: str) -> str:
+        """Return the place of its own that stands for one of the run: the `place` of its other methods."""
+        return place
 
     def prepare(self, place: str) -> None:
         """Do the work that a job does once, and that is the same for all."""
@@ -89,9 +112,11 @@ class Contender:
 
     def wrong(self) -> str | None:
         """Return the difference after a load; None when there is none."""
-        from ckptstore.tools.bench.shapes import difference
-
         return difference(self.case.local_target, self.case.local)
+
+    def requests(self) -> int | None:
+        """Return the requests of the last turn; None if it does not count them itself."""
+        return None
 
     def close(self) -> None:
         """Release all resources."""
@@ -99,6 +124,11 @@ class Contender:
     def note(self, name: str, value: float) -> None:
         """Record another measurement of this turn: the report has the median of all turns."""
         self.noted.setdefault(name, []).append(value)
+
+    def persist(self, path: str) -> None:
+        """Make a file or a directory durable, if the run is durable and the place a disk."""
+        if self.case.durable and self.case.place.is_local:
+            make_durable(Path(path))
 
 
 def variant(*bases: type[Contender], **fields: Any) -> Any:

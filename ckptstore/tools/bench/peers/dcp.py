@@ -3,49 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, ClassVar
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
 
 from ckptstore.runtime.torch_private import fsspec_classes, save_planner_with_cache
 from ckptstore.tools.bench.case import Case
-from ckptstore.tools.bench.peers.base import BY_FSSPEC, MOST_FILES, ZIPPED, Contender, Wait, shares_of, variant
+from ckptstore.tools.bench.peers.base import (
+    BY_FSSPEC,
+    FSSPEC,
+    MOST_FILES,
+    ZIPPED,
+    Contender,
+    Settings,
+    Wait,
+    shares_of,
+    variant,
+)
 from ckptstore.tools.bench.raw import MIB
 from ckptstore.tools.bench.shapes import empty_like
 
 _THREADS = (1, 2, 4)
+_CACHED = {"cached_plans": True}
 
 
 class Dcp(Contender):
     """`dcp.save` and `dcp.load` with files. One rank runs without collectives (`no_dist`)."""
 
-    name = "DCP FileSystemWriter"
-    family = "dcp"
+    name, family = "DCP FileSystemWriter", "dcp"
     packages: ClassVar[Sequence[str]] = ("torch",)
-    checks: ClassVar[str] = ZIPPED
+    needs = ("disk", "it writes to paths")
+    checks = ZIPPED
     warmed = ("save",)
 
     @classmethod
-    def unfit(cls, case: Case) -> str | None:
-        return None if case.place.is_local else "it writes to paths"
-
-    @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        apart: list[dict[str, Any]] = [] if case.alone else [{"without_collectives": True}]
+    def sweep(cls, case: Case, action: str) -> list[Settings]:
+        apart: list[Settings] = [] if case.alone else [{"without_collectives": True}]
         if action == "load":
             return [{}, *apart]
-        found: list[dict[str, Any]] = [{"thread_count": 2}]
-        found += [{"thread_count": count, "cached_plans": True} for count in _THREADS]
+        found: list[Settings] = [{"thread_count": 2}, *({"thread_count": count, **_CACHED} for count in _THREADS)]
         if len(case.local) <= MOST_FILES:
-            found += [{"thread_count": 4, "cached_plans": True, "file_per_tensor": True}]
+            found += [{"thread_count": 4, **_CACHED, "file_per_tensor": True}]
         return found + [{"thread_count": 2, **each} for each in apart]
 
     @property
-    def common(self) -> dict[str, Any]:
+    def common(self) -> Settings:
         """The options of every file writer of DCP."""
         return {
             "thread_count": self.settings.get("thread_count", 2),
@@ -63,9 +70,7 @@ class Dcp(Contender):
     @property
     def planner(self) -> Any:
         """DCP's own planner (None), or one with cached plans."""
-        if not self.settings.get("cached_plans"):
-            return None
-        return save_planner_with_cache(f"{self.name} {self.settings}")
+        return save_planner_with_cache(f"{self.name} {self.settings}") if self.settings.get("cached_plans") else None
 
     def save(self, place: str) -> Wait | None:
         save(
@@ -93,12 +98,11 @@ class DcpHuggingFace(Dcp):
     checks = "nothing"
 
     @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        cached = {"cached_plans": True} if action == "save" else {}
-        return [{"thread_count": count, **cached} for count in _THREADS]
+    def sweep(cls, case: Case, action: str) -> list[Settings]:
+        return [{"thread_count": count, **(_CACHED if action == "save" else {})} for count in _THREADS]
 
     def writer(self, place: str) -> Any:
-        count = self.settings.get("thread_count", 2)
+        count = self.settings["thread_count"]
         shares = shares_of(self.case.local, count)
         files = {name: 1 + number for number, names in enumerate(shares) for name in names}
         found = HuggingFaceStorageWriter(place, files, thread_count=count, save_distributed=True)
@@ -106,20 +110,17 @@ class DcpHuggingFace(Dcp):
         return found
 
     def reader(self, place: str) -> Any:
-        return HuggingFaceStorageReader(place, thread_count=self.settings.get("thread_count", 2))
+        return HuggingFaceStorageReader(place, thread_count=self.settings["thread_count"])
 
 
 class DcpFsspec(Dcp):
     """`dcp.save` with FsspecWriter."""
 
     name = "DCP FsspecWriter"
+    needs = ("bucket", "on a disk FileSystemWriter is DCP's way")
     modules = ("fsspec",)
-    packages = ("torch", "fsspec", "s3fs", "gcsfs", "adlfs")
+    packages = ("torch", *FSSPEC)
     checks = f"{ZIPPED}; {BY_FSSPEC}"
-
-    @classmethod
-    def unfit(cls, case: Case) -> str | None:
-        return "on a disk FileSystemWriter is DCP's way" if case.place.is_local else None
 
     def writer(self, place: str) -> Any:
         options = self.case.place.storage_options
@@ -132,61 +133,55 @@ class DcpFsspec(Dcp):
 class DcpS3(Dcp):
     """`dcp.save` with the writer and reader of s3torchconnector, whose client is AWS's CRT."""
 
-    name = "s3torchconnector DCP"
-    family = "s3torchconnector"
+    name, family = "s3torchconnector DCP", "s3torchconnector"
+    needs = ("S3", "it knows S3 alone")
     modules = ("s3torchconnector",)
     packages = ("torch", "s3torchconnector")
+    tried_in_load = tuple({"reader": name} for name in ("dcp_optimized", "range_based", "sequential"))
 
     @classmethod
-    def unfit(cls, case: Case) -> str | None:
-        return None if case.place.is_s3 else "it knows S3 alone"
-
-    @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+    def sweep(cls, case: Case, action: str) -> list[Settings]:
         if action == "load":
-            return [{"reader": name} for name in ("dcp_optimized", "range_based", "sequential")]
-        found = [*super().sweep(case, action), {"thread_count": 4, "cached_plans": True, "part_bytes": 32 * MIB}]
+            return [*cls.tried_in_load]
+        found = [*super().sweep(case, action), {"thread_count": 4, **_CACHED, "part_bytes": 32 * MIB}]
         return [each for each in found if "without_collectives" not in each]  # its ranks would take the same names
 
     def writer(self, place: str) -> Any:
         from s3torchconnector.dcp import S3StorageWriter
 
-        writer = S3StorageWriter(region_of(self.case), place, overwrite=True, **self.common)
-        return self._at_endpoint(writer, place, None)
+        region = client_options(self.case, self.settings)["region"]
+        return self._at_endpoint(S3StorageWriter(region, place, overwrite=True, **self.common), place, None)
 
     def reader(self, place: str) -> Any:
         from s3torchconnector import S3ReaderConstructor
         from s3torchconnector.dcp import S3StorageReader
 
-        how = getattr(S3ReaderConstructor, self.settings.get("reader", "dcp_optimized"))()
-        return self._at_endpoint(S3StorageReader(region_of(self.case), place, reader_constructor=how), place, how)
+        region = client_options(self.case, self.settings)["region"]
+        how = getattr(S3ReaderConstructor, self.settings["reader"])()
+        return self._at_endpoint(S3StorageReader(region, place, reader_constructor=how), place, how)
 
     def _at_endpoint(self, used: Any, place: str, reader_constructor: Any) -> Any:
         """Set the endpoint, which the client accepts and the constructors do not."""
         from s3torchconnector._s3client import S3Client
         from s3torchconnector.dcp.s3_file_system import S3FileSystem
 
-        client = S3Client(
-            region_of(self.case),
-            endpoint=self.case.place.storage_options.get("endpoint_url"),
-            s3client_config=client_config(self.case, self.settings),
-        )
+        client = S3Client(**client_options(self.case, self.settings))
         used.fs = S3FileSystem(client.region, s3_client=client, reader_constructor=reader_constructor)
         used.path = used.fs.init_path(place)
         return used
 
 
-def region_of(case: Case) -> str:
-    """Return the region of the bucket, which s3torchconnector requires."""
-    return str(case.place.storage_options.get("client_kwargs", {}).get("region_name", "us-east-1"))
-
-
-def client_config(case: Case, settings: dict[str, Any]) -> Any:
-    """Return the configuration of s3torchconnector's client, besides the region."""
+def client_options(case: Case, settings: Settings) -> dict[str, Any]:
+    """Return the arguments of s3torchconnector's client."""
     from s3torchconnector import S3ClientConfig
 
+    options = case.place.storage_options
     sizes = {"part_size": settings["part_bytes"]} if "part_bytes" in settings else {}
-    return S3ClientConfig(force_path_style="endpoint_url" in case.place.storage_options, **sizes)
+    return {
+        "region": str(options.get("client_kwargs", {}).get("region_name", "us-east-1")),
+        "endpoint": options.get("endpoint_url"),
+        "s3client_config": S3ClientConfig(force_path_style="endpoint_url" in options, **sizes),
+    }
 
 
 class AsyncDcp(Dcp):
@@ -197,37 +192,38 @@ class AsyncDcp(Dcp):
     """
 
     name = "dcp.async_save, thread"
+    needs = ("any", "")
     kind: ClassVar[AsyncCheckpointerType] = AsyncCheckpointerType.THREAD
-
-    @classmethod
-    def unfit(cls, case: Case) -> str | None:
-        return None
+    staging: Future[None] | None = None
+    """The end of the copy of the last save."""
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
-        self._stager = self._stager_of(settings.get("stager", "DefaultStager"))
+        self.stager = self.new_stager()
 
-    def _stager_of(self, name: str) -> AsyncStager:
+    def new_stager(self) -> AsyncStager:
+        """Return a stager without any memory yet. Pinned memory, and copies that do not block, require CUDA."""
+        name, is_pinned = self.settings.get("stager", ""), self.settings.get("pinned", False) and self.case.is_cuda
         if name == "BlockingAsyncStager":
             found = BlockingAsyncStager(cache_staged_state_dict=True)
             found.state_dict_cache = dict(empty_like(self.case.local))  # it would pin it, which takes an accelerator
             return found
         return DefaultStager(
             StagingOptions(
-                use_pinned_memory=False,
-                use_shared_memory="shared" in name,
-                use_async_staging=False,
-                use_non_blocking_copy=False,
+                use_pinned_memory=is_pinned,
+                use_shared_memory="shared" in name if name else self.kind is AsyncCheckpointerType.PROCESS,
+                use_async_staging=self.settings.get("behind", False),
+                use_non_blocking_copy=is_pinned,
             )
         )
 
     @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+    def sweep(cls, case: Case, action: str) -> list[Settings]:
         stagers = ["DefaultStager", "DefaultStager, shared memory"]
         if case.alone:  # it knows no other memory for parts of DTensors than pinned one
             stagers.append("BlockingAsyncStager")
-        found: list[dict[str, Any]] = [{"stager": name, "thread_count": 2, "cached_plans": True} for name in stagers]
-        return [*found, {"stager": "DefaultStager", "thread_count": 4, "cached_plans": True}]
+        found: list[Settings] = [{"stager": name, "thread_count": 2, **_CACHED} for name in stagers]
+        return [*found, {"stager": "DefaultStager", "thread_count": 4, **_CACHED}]
 
     def writer(self, place: str) -> Any:
         if self.case.place.is_local:
@@ -235,19 +231,31 @@ class AsyncDcp(Dcp):
         other = DcpS3 if self.case.place.is_s3 and DcpS3.objection(self.case) is None else DcpFsspec
         return other(self.case, **self.settings).writer(place)
 
+    @property
+    def group(self) -> Settings:
+        """Its way to the other ranks."""
+        return {"no_dist": self.case.alone}
+
     def save(self, place: str) -> Wait | None:
-        future = async_save(
+        found = async_save(
             dict(self.case.state),
             storage_writer=self.writer(place),
             planner=self.planner,
-            async_stager=self._stager,
+            async_stager=self.stager,
             async_checkpointer_type=self.kind,
-            no_dist=self.case.alone,
+            **self.group,
         )
-        return future.result  # type: ignore[union-attr]
+        if isinstance(found, AsyncSaveResponse):
+            self.staging = found.staging_completion
+            return found.upload_completion.result
+        return found.result
+
+    def staged(self) -> None:
+        if self.staging is not None:
+            self.staging.result()
 
     def close(self) -> None:
-        self._stager.close()
+        self.stager.close()
 
 
 AsyncDcpProcess = variant(AsyncDcp, name="dcp.async_save, process", kind=AsyncCheckpointerType.PROCESS)

@@ -13,19 +13,16 @@ import torch
 
 from ckptstore.storage.uri import parse_uri
 from ckptstore.tools.bench.case import Case
-from ckptstore.tools.bench.peers.base import BY_FSSPEC, ZIPPED, Contender, Wait, make_durable
-from ckptstore.tools.bench.peers.dcp import client_config, region_of
+from ckptstore.tools.bench.peers.base import BY_FSSPEC, FSSPEC, ZIPPED, Contender, Wait
+from ckptstore.tools.bench.peers.dcp import client_options
 from ckptstore.tools.bench.raw import MIB
 
 
 class OneFile(Contender):
     """Writes this rank's tensors to a file, and makes it durable if the run is: none of these does so itself."""
 
-    suffix: ClassVar[str] = ""
-
-    @classmethod
-    def unfit(cls, case: Case) -> str | None:
-        return None if case.place.is_local else "it writes to paths"
+    suffix: ClassVar[str]
+    needs = ("disk", "it writes to paths")
 
     def path(self, place: str) -> str:
         """Return the path of this rank's file."""
@@ -37,13 +34,8 @@ class OneFile(Contender):
 
     def save(self, place: str) -> Wait | None:
         self.write(self.path(place))
-        self.persist(place)
+        self.persist(self.path(place))
         return None
-
-    def persist(self, place: str) -> None:
-        """Make the file durable, if the run is durable and the file is on a disk."""
-        if self.case.durable and self.case.place.is_local:
-            make_durable(Path(self.path(place)))
 
     def write(self, path: str) -> None:
         """Write the file."""
@@ -54,7 +46,10 @@ class OneFile(Contender):
         raise NotImplementedError
 
     def load(self, place: str) -> None:
-        found = self.read(self.path(place))
+        self.fill(self.read(self.path(place)))
+
+    def fill(self, found: Any) -> None:
+        """Copy what was read into the target."""
         for name, tensor in self.case.local_target.items():
             tensor.copy_(found[name])
 
@@ -64,16 +59,13 @@ class TorchSave(OneFile):
 
     name, family, suffix, packages = "torch.save", "torch", ".pt", ("torch",)
     checks = ZIPPED
-
-    @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        return [{}] if action == "save" else [{"mmap": False}, {"mmap": True}]
+    tried_in_load = ({"mmap": False}, {"mmap": True})
 
     def write(self, path: str) -> None:
         torch.save(self.case.local, path)
 
     def read(self, path: str) -> Any:
-        return torch.load(path, mmap=self.settings.get("mmap", False), weights_only=True)
+        return torch.load(path, mmap=self.settings["mmap"], weights_only=True)
 
 
 class Safetensors(OneFile):
@@ -96,9 +88,7 @@ class Safetensors(OneFile):
 class ThroughFsspec(OneFile):
     """An object for each rank, of bytes that are made in memory first: fsspec sends these in parts at a time."""
 
-    @classmethod
-    def unfit(cls, case: Case) -> str | None:
-        return "there is a disk" if case.place.is_local else None
+    needs = ("bucket", "there is a disk")
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
@@ -111,15 +101,12 @@ class TorchSaveFsspec(ThroughFsspec):
     """`torch.save` and `torch.load`."""
 
     name, family, suffix = "torch.save through fsspec", "torch", ".pt"
-    modules, packages = ("fsspec",), ("torch", "fsspec", "s3fs", "gcsfs", "adlfs")
+    modules, packages = ("fsspec",), ("torch", *FSSPEC)
     checks = f"{ZIPPED}; {BY_FSSPEC}"
-
-    @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        return [{"as_stream": False}, {"as_stream": True}]
+    tried = ({"as_stream": False}, {"as_stream": True})
 
     def write(self, path: str) -> None:
-        if self.settings.get("as_stream"):
+        if self.settings["as_stream"]:
             with self.fs.open(path, "wb") as file:
                 torch.save(self.case.local, file)
             return
@@ -128,7 +115,7 @@ class TorchSaveFsspec(ThroughFsspec):
         self.fs.pipe_file(path, made.getvalue())
 
     def read(self, path: str) -> Any:
-        if self.settings.get("as_stream"):
+        if self.settings["as_stream"]:
             with self.fs.open(path, "rb") as file:
                 return torch.load(file, weights_only=True)
         return torch.load(io.BytesIO(self.fs.cat_file(path)), weights_only=True)
@@ -138,7 +125,7 @@ class SafetensorsFsspec(ThroughFsspec):
     """`safetensors.torch.save` and `load`, which make and take bytes."""
 
     name, family, suffix = "safetensors through fsspec", "safetensors", ".safetensors"
-    modules, packages = ("safetensors", "fsspec"), ("safetensors", "fsspec", "s3fs", "gcsfs", "adlfs")
+    modules, packages = ("safetensors", "fsspec"), ("safetensors", *FSSPEC)
     checks = BY_FSSPEC
 
     def write(self, path: str) -> None:
@@ -157,25 +144,15 @@ class S3Checkpoint(OneFile):
 
     name, family, suffix = "s3torchconnector S3Checkpoint", "s3torchconnector", ".pt"
     modules, packages = ("s3torchconnector",), ("torch", "s3torchconnector")
+    needs = ("S3", "it knows S3 alone")
     checks = ZIPPED
-
-    @classmethod
-    def unfit(cls, case: Case) -> str | None:
-        return None if case.place.is_s3 else "it knows S3 alone"
-
-    @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        return [{"part_bytes": size} for size in (8 * MIB, 32 * MIB)]
+    tried = ({"part_bytes": 8 * MIB}, {"part_bytes": 32 * MIB})
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
         import s3torchconnector
 
-        self._objects: Any = s3torchconnector.S3Checkpoint(
-            region_of(case),
-            endpoint=case.place.storage_options.get("endpoint_url"),
-            s3client_config=client_config(case, settings),
-        )
+        self._objects: Any = s3torchconnector.S3Checkpoint(**client_options(case, settings))
 
     def write(self, path: str) -> None:
         with self._objects.writer(path) as file:
@@ -190,12 +167,9 @@ class Lightning(OneFile):
     """`TorchCheckpointIO`, by which its Trainer and Fabric save: to paths, and through fsspec."""
 
     name, family, suffix = "Lightning TorchCheckpointIO", "lightning", ".ckpt"
-    modules, packages = ("lightning",), ("lightning", "fsspec", "s3fs", "gcsfs", "adlfs")
+    modules, packages = ("lightning",), ("lightning", *FSSPEC)
+    needs = ("any", "")
     checks = f"{ZIPPED}; {BY_FSSPEC}"
-
-    @classmethod
-    def unfit(cls, case: Case) -> str | None:
-        return None
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
@@ -233,6 +207,6 @@ class AsyncLightning(Lightning):
 
         def wait() -> None:
             background.teardown()  # waits, and raises what went wrong
-            self.persist(place)
+            self.persist(self.path(place))
 
         return wait

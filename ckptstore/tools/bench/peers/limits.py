@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import cached_property
 from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
@@ -20,12 +23,13 @@ from ckptstore.storage.open import open_storage
 from ckptstore.storage.uri import parse_uri
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.figures.report import Role
-from ckptstore.tools.bench.peers.base import Contender, Wait
-from ckptstore.tools.bench.raw import MIB, Memory, Way, copy, read_into, ways
+from ckptstore.tools.bench.peers.base import Contender, Settings, Wait
+from ckptstore.tools.bench.raw import MIB, Memory, copy, in_threads, read_into, write
 
 _REQUEST_BYTES = 16 * MIB
 _SENT_BYTES = 4 * MIB
 _TIMEOUT_SECONDS = 120.0
+_CORES = os.cpu_count() or 1
 
 
 class Limit(Contender):
@@ -34,21 +38,15 @@ class Limit(Contender):
     family = "limit"
     role: ClassVar[Role] = "limit"
 
-    def __init__(self, case: Case, **settings: Any) -> None:
-        super().__init__(case, **settings)
-        self._memory: Memory | None = None
-
     @property
     def size_bytes(self) -> int:
         """The bytes of the state, in whole pages as direct writes require."""
         return -(-self.case.rank_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
-    @property
+    @cached_property
     def memory(self) -> Memory:
         """As many bytes as the state has."""
-        if self._memory is None:
-            self._memory = Memory(self.size_bytes)
-        return self._memory
+        return Memory(self.size_bytes)
 
     def prepare(self, place: str) -> None:
         """Allocate the memory before the clock runs."""
@@ -58,65 +56,88 @@ class Limit(Contender):
         return None
 
     def close(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+        if "memory" in self.__dict__:
+            self.memory.close()
+            del self.memory
 
 
 class RawDisk(Limit):
     """`pwrite` and `preadv`, with all settings that may be the fastest."""
 
     name = "raw disk"
+    needs = ("disk", "there is no disk")
+    tried_in_load = tuple({"threads": count} for count in (1, 2, 4) if count <= max(2, _CORES))
 
     @classmethod
-    def unfit(cls, case: Case) -> str | None:
-        return None if case.place.is_local else "there is no disk"
-
-    @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        cores = os.cpu_count() or 1
+    def sweep(cls, case: Case, action: str) -> list[Settings]:
         if action == "load":
-            return [{"threads": count} for count in (1, 2, 4) if count <= max(2, cores)]
-        names = ("kind", "block_bytes", "one_file", "num_threads")
-        return [{name: getattr(way, name) for name in names} for way in ways(durable=case.durable)]
+            return [*cls.tried_in_load]
+        # Direct writes leave nothing in memory, so they are for durable ones.
+        kinds = ("buffered", "early", "direct") if case.durable else ("buffered",)
+        return [
+            {"kind": kind, "block_bytes": block_bytes, "one_file": one_file, "num_threads": 2}
+            for kind, block_bytes, one_file in itertools.product(kinds, (MIB, 4 * MIB, 16 * MIB), (True, False))
+        ]
 
     def save(self, place: str) -> Wait | None:
-        Way(durable=self.case.durable, **self.settings).write(self.memory.view, self._directory(place))
+        self.write(self.directory(place))
         return None
+
+    def write(self, directory: Path) -> None:
+        """Write the bytes of this rank."""
+        write(self.memory.view, directory, durable=self.case.durable, **self.settings)
 
     def prepare(self, place: str) -> None:
         super().prepare(place)
         Path(place).mkdir(parents=True, exist_ok=True)
 
     def load(self, place: str) -> None:
-        paths = sorted(self._directory(place).iterdir())
+        paths = sorted(self.directory(place).iterdir())
         read_into(self.memory.view, paths, num_threads=self.settings["threads"])
 
-    def _directory(self, place: str) -> Path:
+    def directory(self, place: str) -> Path:
+        """Return the directory of this rank."""
         return Path(place) / f"rank-{self.case.rank}"
 
 
 class RawDiskLoad(RawDisk):
     """`preadv` of files that are all written the same way."""
 
+    def write(self, directory: Path) -> None:
+        write(self.memory.view, directory, kind="buffered", block_bytes=16 * MIB, one_file=False, durable=False)
+
+
+class RawNode(RawDisk):
+    """The bytes of this rank, with the settings that have been the fastest."""
+
+    @classmethod
+    def sweep(cls, case: Case, action: str) -> list[Settings]:
+        slow = "buffered" if case.durable else ""
+        found = super().sweep(case, "save")
+        return [each for each in found if each["kind"] != slow and each["block_bytes"] > MIB and not each["one_file"]]
+
+
+class BothCopies(RawNode):
+    """The bytes of this rank twice, as a node with two copies writes them."""
+
+    name = "raw disk, both copies"
+
     def save(self, place: str) -> Wait | None:
-        way = Way(kind="buffered", block_bytes=16 * MIB, one_file=False, durable=False)
-        way.write(self.memory.view, self._directory(place))
+        for owner in ("own", "partner"):
+            self.write(self.directory(place) / owner)
         return None
+
+    def prepare(self, place: str) -> None:
+        super().prepare(place)
+        self.directory(place).mkdir()
 
 
 class RawRequests(Limit):
     """Plain writes and ranged reads of 16 MiB with the same client as ckptstore: no digests, no commit, no plan."""
 
     name = "raw requests"
-
-    @classmethod
-    def unfit(cls, case: Case) -> str | None:
-        return "there is a disk" if case.place.is_local else None
-
-    @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        return [{"threads": count} for count in (4, 16)]
+    needs = ("bucket", "there is a disk")
+    tried = ({"threads": 4}, {"threads": 16})
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
@@ -132,24 +153,22 @@ class RawRequests(Limit):
         self._storage(place)
 
     def save(self, place: str) -> Wait | None:
-        storage, view = self._storage(place), self.memory.view
-
-        def write(start: int) -> None:
-            storage.write(self._key(start), [view[start : start + _REQUEST_BYTES]])
-
-        self._each(write)
+        storage = self._storage(place)
+        self._each(lambda key, view: storage.write(key, [view]))
         return None
 
     def load(self, place: str) -> None:
-        storage, view = self._storage(place), self.memory.view
-        self._each(lambda start: storage.read_into(self._key(start), 0, [view[start : start + _REQUEST_BYTES]]))
+        storage = self._storage(place)
+        self._each(lambda key, view: storage.read_into(key, 0, [view]))
 
-    def _key(self, start: int) -> str:
-        return f"raw/{self.case.rank}-{start}"
+    def _each(self, call: Callable[[str, memoryview], object]) -> None:
+        """Call with the key and the bytes of each request."""
 
-    def _each(self, call: Any) -> None:
+        def move(start: int) -> None:
+            call(f"raw/{self.case.rank}-{start}", self.memory.view[start : start + _REQUEST_BYTES])
+
         with ThreadPoolExecutor(self.settings["threads"]) as pool:
-            list(pool.map(call, range(0, self.size_bytes, _REQUEST_BYTES)))
+            list(pool.map(move, range(0, self.size_bytes, _REQUEST_BYTES)))
 
     def close(self) -> None:
         for storage in self._opened.values():
@@ -171,20 +190,18 @@ class PlainSockets(Limit):
 
     def save(self, place: str) -> Wait | None:
         url, location, view = urlsplit(str(self.case.place.endpoint_url)), parse_uri(place), self.memory.view
-        starts, num_threads = range(0, self.size_bytes, _REQUEST_BYTES), os.cpu_count() or 1
 
         def put(first: int) -> None:
             with closing(HTTPConnection(url.hostname or "", url.port)) as connection:
-                for start in starts[first::num_threads]:
+                for start in range(0, self.size_bytes, _REQUEST_BYTES)[first::_CORES]:
                     path = f"/{location.container}/{location.prefix}/{self.case.rank}-{start}"
                     connection.request("PUT", path, body=view[start : start + _REQUEST_BYTES])
                     answer = connection.getresponse()
+                    text = answer.read()
                     if answer.status != HTTPStatus.OK:
-                        raise OSError(f"{path}: {answer.status} {answer.read()!r}")
-                    answer.read()
+                        raise OSError(f"{path}: {answer.status} {text!r}")
 
-        with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(put, range(num_threads)))
+        in_threads(_CORES, put)
         return None
 
 
@@ -192,10 +209,7 @@ class Memcpy(Limit):
     """One copy of the state in memory: an asynchronous save cannot hold up a training on a CPU for less."""
 
     name = "memcpy"
-
-    @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        return [{"threads": count} for count in (1, 2)]
+    tried = ({"threads": 1}, {"threads": 2})
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
@@ -210,44 +224,11 @@ class Memcpy(Limit):
         super().close()
 
 
-class RawNode(RawDisk):
-    """The bytes of this rank, with few settings."""
-
-    @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        """Return the settings that have been the fastest."""
-        kinds = ("early", "direct") if case.durable else ("buffered",)
-        return [
-            {"kind": kind, "block_bytes": size, "one_file": False, "num_threads": 2}
-            for kind in kinds
-            for size in (4 * MIB, 16 * MIB)
-        ]
-
-
-class BothCopies(RawNode):
-    """The bytes of this rank twice, as a node with two copies writes them."""
-
-    name = "raw disk, both copies"
-
-    def save(self, place: str) -> Wait | None:
-        way = Way(durable=self.case.durable, **self.settings)
-        for owner in ("own", "partner"):
-            way.write(self.memory.view, self._directory(place) / owner)
-        return None
-
-    def prepare(self, place: str) -> None:
-        super().prepare(place)
-        self._directory(place).mkdir()
-
-
 class Loopback(Limit):
     """Every rank sends its bytes to a rank of the other node over TCP, and receives that one's."""
 
     name = "loopback"
-
-    @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        return [{"connections": 1}, {"connections": 2}]
+    tried = ({"connections": 1}, {"connections": 2})
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -14,15 +16,82 @@ from ckptstore.loading.checkpoint_files import CheckpointFiles
 from ckptstore.storage.base import Storage
 from ckptstore.storage.disk.local import LocalStorage
 from ckptstore.storage.open import open_storage
-from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.figures.report import Role
 from ckptstore.tools.bench.peers.base import Contender, Wait
-from ckptstore.tools.bench.peers.directories import FsspecCopy, PyarrowCopy, RayPersist, arrow_filesystem, arrow_path
-from ckptstore.tools.bench.peers.own import Ckptstore
+from ckptstore.tools.bench.peers.directories import (
+    RAY_NAME,
+    FsspecCopy,
+    PyarrowCopy,
+    RayPersist,
+    arrow_filesystem,
+    arrow_path,
+)
+from ckptstore.tools.bench.peers.own import STEP, DirectoryCkptstore
 from ckptstore.tools.bench.raw import read_into
 from ckptstore.transfer import Transfer
 
-_STEP = 1
+
+class OnNode(Contender):
+    """Opens a directory of files in every process; by default the first process copies it, and the others wait."""
+
+    copied: Path | None = None
+    """The directory with the copy, which goes after each turn."""
+
+    def save(self, place: str) -> Wait | None:
+        return super().save(place) if self.case.rank == 0 else None
+
+    def fetch(self, place: str, target: str) -> None:
+        """Copy everything from the place to an existing directory."""
+        raise NotImplementedError
+
+    @contextmanager
+    def opening(self, place: str) -> Iterator[str]:
+        """Yield a directory with the files."""
+        self.copied = Path(f"{self.case.files}-copied")
+        if self.case.rank == 0:
+            self.copied.mkdir()
+            self.fetch(place, str(self.copied))
+        self.case.gather(None)
+        yield str(self.copied)
+
+    def load(self, place: str) -> None:
+        with self.opening(place) as path:
+            self._found = _sizes_in(Path(path))
+
+    def wrong(self) -> str | None:
+        """Return the name of a file that was not made whole."""
+        error = next((name for name, size in _sizes_in(self.case.files).items() if self._found.get(name) != size), None)
+        if self.copied is not None:
+            self.case.gather(None)
+            if self.case.rank == 0:
+                shutil.rmtree(self.copied, ignore_errors=True)
+        return error
+
+
+def _sizes_in(directory: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in directory.rglob("*") if path.is_file()}
+
+
+class OneDownload(OnNode, DirectoryCkptstore):
+    """`as_directory` with a node cache that is empty at first."""
+
+    def save(self, place: str) -> Wait | None:
+        self._uri = self.store.save_directory(STEP, self.case.files if self.case.rank == 0 else None).uri
+        return None
+
+    @contextmanager
+    def opening(self, place: str) -> Iterator[str]:
+        self.copied = Path(f"{self.case.files}-cache")
+        config = StoreConfig(cache=CacheConfig(cache_dir=self.copied))
+        storage: Any = (
+            _without_paths(self._uri)
+            if self.case.place.is_local
+            else open_storage(self._uri, storage_options=self.case.place.storage_options)
+        )
+        with closing(storage), closing(Transfer(storage, config=config.transfer, retry=config.retry)) as transfer:
+            checkpoint = Checkpoint(CheckpointFiles(storage=storage, transfer=transfer, config=config))
+            with checkpoint.as_directory() as path:
+                yield str(path)
 
 
 def _without_paths(root: str) -> Any:
@@ -32,52 +101,14 @@ def _without_paths(root: str) -> Any:
     return SimpleNamespace(uri=f"nopaths:{root}", **{verb: getattr(disk, verb) for verb in verbs})
 
 
-class OneDownload(Ckptstore):
-    """`as_directory` with a node cache that is empty at first."""
-
-    def prepare(self, place: str) -> None:
-        self._store = self.opened(place)
-        self.store.resume()
-
-    def save(self, place: str) -> Wait | None:
-        self._uri = self.store.save_directory(_STEP, self.case.files if self.case.rank == 0 else None).uri
-        return None
-
-    def load(self, place: str) -> None:
-        self._cache = Path(f"{self.case.files}-cache")
-        config = StoreConfig(cache=CacheConfig(cache_dir=self._cache))
-        storage: Any = (
-            _without_paths(self._uri)
-            if self.case.place.is_local
-            else open_storage(self._uri, storage_options=self.case.place.storage_options)
-        )
-        transfer = Transfer(storage, config=config.transfer, retry=config.retry)
-        checkpoint = Checkpoint(CheckpointFiles(storage=storage, transfer=transfer, config=config))
-        with checkpoint.as_directory() as path:
-            self._found = _sizes_in(Path(path))
-        transfer.close()
-        storage.close()
-
-    def wrong(self) -> str | None:
-        return _missing(self._found, self.case, self._cache)
-
-
-class RayAsDirectory(RayPersist):
+class RayAsDirectory(OnNode, RayPersist):
     """`ray.train.Checkpoint.as_directory`, one object passed to all processes as Ray's controller does."""
 
     name = "Ray Train as_directory"
     _checkpoint: Any = None
 
-    def save(self, place: str) -> Wait | None:
-        if self.case.rank == 0:
-            super().save(place)
-        return None
-
-    def prepare(self, place: str) -> None:
-        if self.case.rank == 0:
-            super().prepare(place)
-
-    def load(self, place: str) -> None:
+    @contextmanager
+    def opening(self, place: str) -> Iterator[str]:
         from pyarrow import fs
         from ray.train import Checkpoint as RayCheckpoint
 
@@ -85,53 +116,31 @@ class RayAsDirectory(RayPersist):
             filesystem = arrow_filesystem(self.case.place)
             if self.case.place.is_local:
                 filesystem = fs.SubTreeFileSystem("/", filesystem)
-            self._checkpoint = RayCheckpoint(f"{arrow_path(place)}/checkpoint_000000", filesystem)
+            self._checkpoint = RayCheckpoint(f"{arrow_path(place)}/{RAY_NAME}", filesystem)
             self._checkpoint._uuid = self.case.gather(self._checkpoint._uuid)[0]  # as if it had been pickled
         with self._checkpoint.as_directory() as path:
-            self._found = _sizes_in(Path(path))
-
-    def wrong(self) -> str | None:
-        return _missing(self._found, self.case)
+            yield path
 
 
-class PyarrowDownload(PyarrowCopy):
+class PyarrowDownload(OnNode, PyarrowCopy):
     """`pyarrow.fs.copy_files` to the local disk by one process; the others wait for it."""
 
     name = "pyarrow copy_files, one process"
 
-    def save(self, place: str) -> Wait | None:
-        if self.case.rank == 0:
-            self.copy(place)
-        return None
-
-    def load(self, place: str) -> None:
-        self._target = Path(f"{self.case.files}-copied")
-        if self.case.rank == 0:
-            self._target.mkdir()
-            self.fetch(place, str(self._target))
-        self.case.gather(None)
-        self._found = _sizes_in(self._target)
-
     def fetch(self, place: str, target: str) -> None:
-        """Copy everything there to an existing directory."""
-        from pyarrow import fs
-
-        fs.copy_files(arrow_path(place), target, source_filesystem=self.filesystem, chunk_size=self.chunk_size)
-
-    def wrong(self) -> str | None:
-        return _missing(self._found, self.case, self._target)
+        self.copy_files(arrow_path(f"{place}/rank-0"), target, source_filesystem=self.filesystem)
 
 
-class FsspecDownload(FsspecCopy, PyarrowDownload):
+class FsspecDownload(OnNode, FsspecCopy):
     """fsspec's `get` of a whole directory by one process; the others wait for it."""
 
     name = "fsspec get, one process"
 
     def fetch(self, place: str, target: str) -> None:
-        self.filesystem.get(f"{place}/", target, recursive=True, **self.settings)
+        self.filesystem.get(f"{place}/rank-0/", target, recursive=True, **self.settings)
 
 
-class RawDownload(Contender):
+class RawDownload(OnNode):
     """One process copies the files to the local disk, with four threads; the others wait for it."""
 
     name, family = "one raw copy", "limit"
@@ -142,48 +151,24 @@ class RawDownload(Contender):
 
     def save(self, place: str) -> Wait | None:
         if self.case.rank == 0:
-            for path in _files(self.case):
+            for path in self._files():
                 self._storage.write(path.name, [memoryview(path.read_bytes())])
         return None
 
-    def load(self, place: str) -> None:
-        self._target = Path(f"{self.case.files}-copied")
+    def _files(self) -> list[Path]:
+        return sorted(path for path in self.case.files.rglob("*") if path.is_file())
 
+    def fetch(self, place: str, target: str) -> None:
         def copy(path: Path) -> None:
             view = memoryview(bytearray(path.stat().st_size))
             if self.case.place.is_local:
-                read_into(view, [Path(self._storage.local_path(path.name))], num_threads=1)  # type: ignore[attr-defined]
+                read_into(view, [Path(place, path.name)], num_threads=1)
             else:
                 self._storage.read_into(path.name, 0, [view])
-            Path(self._target, path.name).write_bytes(view)
+            Path(target, path.name).write_bytes(view)
 
-        if self.case.rank == 0:
-            self._target.mkdir()
-            with ThreadPoolExecutor(4) as pool:
-                list(pool.map(copy, _files(self.case)))
-        self.case.gather(None)
-        self._found = _sizes_in(self._target)
-
-    def wrong(self) -> str | None:
-        return _missing(self._found, self.case, self._target)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(copy, self._files()))
 
     def close(self) -> None:
         self._storage.close()
-
-
-def _files(case: Case) -> list[Path]:
-    return sorted(path for path in case.files.rglob("*") if path.is_file())
-
-
-def _sizes_in(directory: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in directory.rglob("*") if path.is_file()}
-
-
-def _missing(found: dict[str, int], case: Case, made: Path | None = None) -> str | None:
-    """Return the name of a file that was not made whole. Collective with `made`, a directory that is then removed."""
-    error = next((name for name, size in _sizes_in(case.files).items() if found.get(name) != size), None)
-    if made is not None:
-        case.gather(None)
-        if case.rank == 0:
-            shutil.rmtree(made, ignore_errors=True)
-    return error

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ckptstore.tools.bench.case import Case
-from ckptstore.tools.bench.peers.base import MOST_FILES, Contender, Wait, variant
+from ckptstore.tools.bench.peers.base import MOST_FILES, Contender, Settings, Wait, variant
 
 
 class Orbax(Contender):
@@ -23,17 +22,16 @@ class Orbax(Contender):
     packages = ("orbax-checkpoint", "jax", "tensorstore")
     checks = "a checksum of its index; nothing of the data"
     warmed = ("save",)
+    needs = ("disk", "it writes to paths, and to Google Cloud Storage")
+    tried = ({}, {"uncompressed": True}, {"uncompressed": True, "without_ocdbt": True})
 
     @classmethod
     def unfit(cls, case: Case) -> str | None:
-        if not case.place.is_local:
-            return "it writes to paths, and to Google Cloud Storage"
-        return None if case.durable else "it makes everything durable, and this run does not"
+        return super().unfit(case) or (None if case.durable else "it makes everything durable, and this run does not")
 
     @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = [{}, {"uncompressed": True}]
-        return [*found, {"uncompressed": True, "without_ocdbt": True}][: 3 if len(case.local) <= MOST_FILES else 2]
+    def sweep(cls, case: Case, action: str) -> list[Settings]:
+        return super().sweep(case, action)[: 3 if len(case.local) <= MOST_FILES else 2]
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
@@ -47,7 +45,6 @@ class Orbax(Contender):
                 use_compression=not settings.get("uncompressed", False),
             )
         )
-        self._found: Mapping[str, Any] = {}
 
     def save(self, place: str) -> Wait | None:
         self.begin(place)()
@@ -103,8 +100,8 @@ def _array(tensor: torch.Tensor, world_size: int) -> Any:
     import ml_dtypes
     import numpy as np
 
-    local = tensor.numpy() if tensor.dtype != torch.bfloat16 else tensor.view(torch.int16).numpy()
-    local = local.view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else local
+    is_bfloat16 = tensor.dtype == torch.bfloat16
+    local = tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if is_bfloat16 else tensor.numpy()
     local = local.copy()  # an array of JAX may lie where the one of numpy does, which training changes
     if world_size == 1:
         return jax.numpy.asarray(local)

@@ -14,7 +14,7 @@ from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.figures.report import OURS, Role
 from ckptstore.tools.bench.peers.base import Contender, Wait, variant
 
-_STEP = 1
+STEP = 1
 
 
 def drop_files(store: CheckpointStore) -> None:
@@ -32,10 +32,7 @@ class Ckptstore(Contender):
     role: ClassVar[Role] = "ckptstore"
     wrap: Callable[[CheckpointStore], CheckpointStore] = staticmethod(lambda store: store)
     """Wraps the store's storage."""
-
-    def __init__(self, case: Case, **settings: Any) -> None:
-        super().__init__(case, **settings)
-        self._store: CheckpointStore | None = None
+    _store: CheckpointStore | None = None
 
     @property
     def store(self) -> CheckpointStore:
@@ -54,7 +51,7 @@ class Ckptstore(Contender):
         self.store.save(0, {"epoch": 0})
 
     def save(self, place: str) -> Wait | None:
-        self.store.save(_STEP, self.case.state)
+        self.store.save(STEP, self.case.state)
         return None
 
     def after(self, place: str) -> None:
@@ -79,25 +76,23 @@ class KeptCkptstore(Ckptstore):
     """`save` by a store that stays open from save to save, as in a job, and reuses its earlier findings."""
 
     warmed: ClassVar[Sequence[str]] = ("save",)
+    step = 0
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
-        self._step = 0
-        self._token = case.gather(uuid.uuid4().hex[:8])[0]
+        self.token = case.gather(uuid.uuid4().hex[:8])[0]
 
     def prepare(self, place: str) -> None:
         if self._store is None:
-            self._store = self.begun()
+            self.begin()
 
-    def begun(self) -> CheckpointStore:
+    def begin(self) -> None:
         """Open the store of all turns."""
-        store = self.opened(self.case.uri(f"kept-{self._token}"))
-        store.save(0, {"epoch": 0})
-        return store
+        super().prepare(self.case.uri(f"kept-{self.token}"))
 
     def save(self, place: str) -> Wait | None:
-        self._step += 1
-        self.store.save(self._step, self.case.state)
+        self.step += 1
+        self.store.save(self.step, self.case.state)
         return None
 
     def after(self, place: str) -> None:
@@ -111,14 +106,13 @@ class AsyncCkptstore(KeptCkptstore):
 
     warmed = ()
 
-    def begun(self) -> CheckpointStore:
-        store = super().begun()
-        store.warm_up(self.case.state)
-        return store
+    def begin(self) -> None:
+        super().begin()
+        self.store.warm_up(self.case.state)
 
     def save(self, place: str) -> Wait | None:
-        self._step += 1
-        return self.store.save_async(self._step, self.case.state).result
+        self.step += 1
+        return self.store.save_async(self.step, self.case.state).result
 
 
 class DirectoryCkptstore(Ckptstore):
@@ -131,16 +125,11 @@ class DirectoryCkptstore(Ckptstore):
         self.store.resume()
 
     def save(self, place: str) -> Wait | None:
-        self.store.save_directory(_STEP, self.case.files, link=self.link)
+        self.store.save_directory(STEP, self.case.files, link=self.link)
         return None
 
 
-class LinkedCkptstore(DirectoryCkptstore):
-    """`save_directory(link=True)`: files that no longer change become links where possible."""
-
-    name = "ckptstore, linked"
-    link = True
-
-    @classmethod
-    def unfit(cls, case: Case) -> str | None:
-        return None if case.place.is_local else "there is nothing to link to"
+LinkedCkptstore = variant(
+    DirectoryCkptstore, name="ckptstore, linked", link=True, needs=("disk", "there is nothing to link to")
+)
+"""`save_directory(link=True)`: files that no longer change become links where possible."""

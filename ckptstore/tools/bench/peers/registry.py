@@ -1,133 +1,142 @@
-"""The contenders of each workload."""
+"""Every contest: what all contenders do, what counts, and who they are."""
 
 from __future__ import annotations
 
-from ckptstore.tools.bench.gpu.device_peers import (
-    DefaultStaged,
-    DefaultStagedProcess,
-    FastSafetensors,
-    FastSafetensorsDirect,
-    PinnedCopy,
-    RawToDevice,
-    SafetensorsToDevice,
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptstore.tools.bench.gpu import device_peers, first_saves
+from ckptstore.tools.bench.gpu.steps import Steps
+from ckptstore.tools.bench.peers import (
+    dcp,
+    directories,
+    files,
+    finding,
+    limits,
+    node,
+    orbax,
+    own,
+    tier,
+    torch_checkpointing,
 )
-from ckptstore.tools.bench.gpu.first_saves import FirstDefaultStaged, FirstSave, FirstSaveResumed, FirstSaveWarmed
 from ckptstore.tools.bench.peers.base import Contender
-from ckptstore.tools.bench.peers.dcp import AsyncDcp, AsyncDcpProcess, Dcp, DcpFsspec, DcpHuggingFace, DcpS3
-from ckptstore.tools.bench.peers.directories import (
-    CopyRecursively,
-    FsspecCopy,
-    PyarrowCopy,
-    RayPersist,
-    RayReport,
-    RayReportAsync,
-)
-from ckptstore.tools.bench.peers.files import (
-    AsyncLightning,
-    Lightning,
-    S3Checkpoint,
-    Safetensors,
-    SafetensorsFsspec,
-    TorchSave,
-    TorchSaveFsspec,
-)
-from ckptstore.tools.bench.peers.limits import (
-    BothCopies,
-    Loopback,
-    Memcpy,
-    PlainSockets,
-    RawDisk,
-    RawDiskLoad,
-    RawNode,
-    RawRequests,
-)
-from ckptstore.tools.bench.peers.node import FsspecDownload, OneDownload, PyarrowDownload, RawDownload, RayAsDirectory
-from ckptstore.tools.bench.peers.orbax import AsyncOrbax, Orbax
-from ckptstore.tools.bench.peers.own import (
-    AsyncCkptstore,
-    Ckptstore,
-    DirectoryCkptstore,
-    FirstSaveCkptstore,
-    KeptCkptstore,
-    LinkedCkptstore,
-)
-from ckptstore.tools.bench.peers.tier import (
-    AsyncDcpProcessToBucket,
-    AsyncDcpToBucket,
-    AsyncLightningToBucket,
-    BesideDcp,
-    BesideLightning,
-    BesideRay,
-    CappedDrain,
-    DcpFsspecFromBucket,
-    DcpS3FromBucket,
-    FromBucket,
-    FromDisk,
-    FromEmptyNodes,
-    FromOwnNode,
-    FromPartner,
-    NoDrain,
-    NoTier,
-    OneCopy,
-    RayReportToBucket,
-    S3CheckpointFromBucket,
-    ToDisk,
-    TwoCopies,
-)
-from ckptstore.tools.bench.peers.torch_checkpointing import AsyncTorchCheckpointing, TorchCheckpointing
-from ckptstore.tools.bench.workloads.finding import FINDERS
+from ckptstore.tools.bench.turns import Contest
 
 Kinds = tuple[type[Contender], ...]
 
-_ON_DISK: Kinds = (Dcp, DcpHuggingFace, TorchCheckpointing, TorchSave, Safetensors, Lightning, RayReport, Orbax)
-_STATES: Kinds = (
-    *(Dcp, DcpHuggingFace, DcpFsspec, DcpS3, S3Checkpoint, TorchCheckpointing, TorchSave, TorchSaveFsspec),
-    *(Safetensors, SafetensorsFsspec, Lightning, RayReport, Orbax),
-)
-_ASYNC: Kinds = (AsyncDcp, AsyncDcpProcess, AsyncTorchCheckpointing, AsyncLightning, RayReportAsync, AsyncOrbax)
-_TO_BUCKET: Kinds = (AsyncDcpToBucket, AsyncDcpProcessToBucket, AsyncLightningToBucket, RayReportToBucket)
-_OF_BUCKET: Kinds = (DcpFsspecFromBucket, DcpS3FromBucket, S3CheckpointFromBucket)
 
-CONTENDERS: dict[str, Kinds] = {
-    "save": (KeptCkptstore, FirstSaveCkptstore, *_STATES, RawDisk, RawRequests, PlainSockets),
-    "load": (Ckptstore, *_STATES, RawDiskLoad, RawRequests),
-    "async": (AsyncCkptstore, *_ASYNC, Memcpy),
-    "directory": (
-        *(DirectoryCkptstore, LinkedCkptstore, RayPersist, CopyRecursively, PyarrowCopy, FsspecCopy),
-        *(RawDisk, RawRequests),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One contest."""
+
+    title: str = ""
+    contenders: Kinds
+    action: str = "save"
+    """The timed method of a contender: "save" or "load"."""
+    figure: str = "total_seconds"
+    """The figure of a sample that ratios are made of."""
+    contest: type[Contest] = Contest
+    watched: type[own.Ckptstore] | None = None
+    """The contender whose save is watched for a timeline."""
+
+
+_ON_DISK: Kinds = (
+    *(dcp.Dcp, dcp.DcpHuggingFace, torch_checkpointing.TorchCheckpointing, files.TorchSave, files.Safetensors),
+    *(files.Lightning, directories.RayReport, orbax.Orbax),
+)
+_STATES: Kinds = (
+    *(dcp.Dcp, dcp.DcpHuggingFace, dcp.DcpFsspec, dcp.DcpS3, files.S3Checkpoint),
+    *(torch_checkpointing.TorchCheckpointing, files.TorchSave, files.TorchSaveFsspec),
+    *(files.Safetensors, files.SafetensorsFsspec, files.Lightning, directories.RayReport, orbax.Orbax),
+)
+_ASYNC: Kinds = (
+    *(dcp.AsyncDcp, dcp.AsyncDcpProcess, torch_checkpointing.AsyncTorchCheckpointing),
+    *(files.AsyncLightning, directories.RayReportAsync, orbax.AsyncOrbax),
+)
+_STAGED: Kinds = (own.AsyncCkptstore, device_peers.DefaultStaged, device_peers.DefaultStagedProcess)
+
+TABLES: Mapping[str, Table] = {
+    "save": Table(
+        title="Save a state",
+        contenders=(
+            *(own.KeptCkptstore, own.FirstSaveCkptstore, *_STATES),
+            *(limits.RawDisk, limits.RawRequests, limits.PlainSockets),
+        ),
+        watched=own.Ckptstore,
     ),
-    "node-cache": (OneDownload, RayAsDirectory, PyarrowDownload, FsspecDownload, RawDownload),
-    "tier-save": (
-        OneCopy,
-        TwoCopies,
-        NoTier,
-        ToDisk,
-        *_ASYNC,
-        *_TO_BUCKET,
-        RawNode,
-        BothCopies,
-        Loopback,
-        Memcpy,
+    "load": Table(
+        title="Load into tensors that exist",
+        action="load",
+        contenders=(own.Ckptstore, *_STATES, limits.RawDiskLoad, limits.RawRequests),
     ),
-    "tier-resume": (
-        FromOwnNode,
-        FromPartner,
-        FromEmptyNodes,
-        FromDisk,
-        FromBucket,
-        *_ON_DISK,
-        *_OF_BUCKET,
-        RawDiskLoad,
+    "async": Table(
+        title="Stall of an asynchronous save",
+        figure="blocked_seconds",
+        contenders=(own.AsyncCkptstore, *_ASYNC, limits.Memcpy),
+        watched=own.AsyncCkptstore,
     ),
-    "tier-steps": (CappedDrain, BesideDcp, BesideLightning, BesideRay, NoDrain),
-    "ranks": (Ckptstore, *_STATES, RawDisk, RawRequests),
-    "gpu-stall": (AsyncCkptstore, DefaultStaged, DefaultStagedProcess, PinnedCopy),
-    "gpu-steps": (AsyncCkptstore, DefaultStaged, DefaultStagedProcess),
-    "gpu-first": (FirstSave, FirstSaveWarmed, FirstSaveResumed, FirstDefaultStaged, PinnedCopy),
-    "gpu-load": (Ckptstore, Dcp, SafetensorsToDevice, FastSafetensors, FastSafetensorsDirect, RawToDevice),
+    "directory": Table(
+        title="Save a directory of files",
+        contenders=(
+            *(own.DirectoryCkptstore, own.LinkedCkptstore, directories.RayPersist, directories.CopyRecursively),
+            *(directories.PyarrowCopy, directories.FsspecCopy, limits.RawDisk, limits.RawRequests),
+        ),
+    ),
+    "node-cache": Table(
+        title="All processes of a node open one checkpoint",
+        action="load",
+        contenders=(
+            *(node.OneDownload, node.RayAsDirectory, node.PyarrowDownload, node.FsspecDownload),
+            node.RawDownload,
+        ),
+    ),
+    "tier-save": Table(
+        contenders=(
+            *(tier.OneCopy, tier.TwoCopies, tier.NoTier, tier.ToDisk, *_ASYNC, *tier.TO_BUCKET),
+            *(limits.RawNode, limits.BothCopies, limits.Loopback, limits.Memcpy),
+        )
+    ),
+    "tier-resume": Table(
+        action="load",
+        contenders=(
+            *(tier.FromOwnNode, tier.FromPartner, tier.FromEmptyNodes, tier.FromDisk, tier.FromBucket),
+            *(*_ON_DISK, *tier.OF_BUCKET, limits.RawDiskLoad),
+        ),
+    ),
+    "tier-steps": Table(contenders=(tier.CappedDrain, *tier.BESIDE, tier.NoDrain)),
+    "ranks": Table(contenders=(own.Ckptstore, *_STATES, limits.RawDisk, limits.RawRequests)),
+    "gpu-stall": Table(
+        title="Stall of an asynchronous save",
+        figure="blocked_seconds",
+        contenders=(*_STAGED, device_peers.PinnedCopy),
+    ),
+    "gpu-steps": Table(title="Seconds that a training loses to one save beside it", contenders=_STAGED, contest=Steps),
+    "gpu-first": Table(
+        title="Stall of the first asynchronous save",
+        figure="blocked_seconds",
+        contenders=(
+            *(first_saves.FirstSave, first_saves.FirstSaveWarmed, first_saves.FirstSaveResumed),
+            *(first_saves.FirstDefaultStaged, device_peers.PinnedCopy),
+        ),
+    ),
+    "gpu-load": Table(
+        title="Load into tensors that exist on the device",
+        action="load",
+        contenders=(
+            *(own.Ckptstore, dcp.Dcp, device_peers.SafetensorsToDevice, device_peers.FastSafetensors),
+            *(device_peers.FastSafetensorsDirect, device_peers.RawToDevice),
+        ),
+    ),
+    "ls": Table(
+        contenders=(
+            *(finding.Latest, finding.Listing, finding.OrbaxFinder, finding.TransformersFinder),
+            finding.RawListing,
+        )
+    ),
 }
 """In the order of the tables. Contests that begin with "tier-" or "gpu-" belong to the workload of that name."""
 
-_NAMED = [one.family for found in CONTENDERS.values() for one in found if one.role == "peer"]
-FAMILIES = tuple(dict.fromkeys([*_NAMED, *(one.family for one in FINDERS)]))
+FAMILIES = tuple(
+    dict.fromkeys(kind.family for table in TABLES.values() for kind in table.contenders if kind.role == "peer")
+)
 """The names for `--peers`."""

@@ -18,16 +18,15 @@ from ckptstore.store import CheckpointStore
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.report import OURS, Role
-from ckptstore.tools.bench.peers.base import Contender, Wait, variant
+from ckptstore.tools.bench.peers.base import Contender, Settings, Wait, variant
 from ckptstore.tools.bench.peers.dcp import AsyncDcp, AsyncDcpProcess, DcpFsspec, DcpS3
 from ckptstore.tools.bench.peers.directories import RayReportAsync
 from ckptstore.tools.bench.peers.files import AsyncLightning, S3Checkpoint
-from ckptstore.tools.bench.peers.own import AsyncCkptstore, Ckptstore, drop_files
+from ckptstore.tools.bench.peers.own import STEP, AsyncCkptstore, Ckptstore, drop_files
 
 NUM_NODES = 2
 _NEVER_DUE = KeepEvery(steps=1 << 40)
 """The first checkpoint is due, which has almost no bytes, and none after it."""
-_STEP = 1
 _LOOK_SECONDS = 0.01
 _TRIED_STEPS = 50
 _LEAST_SECONDS, _MOST_SECONDS, _BYTES_PER_SECOND = 0.1, 1.5, 100e6
@@ -52,13 +51,13 @@ def in_bucket(case: Case, place: str) -> str:
     return f"{bucket_of(case).uri}/{place.rpartition('/')[2]}"
 
 
-def open_tiered(case: Case, place: str, *, copies: Literal[1, 2], **options: Any) -> CheckpointStore:
+def open_tiered(case: Case, place: Path, *, copies: Literal[1, 2], **options: Any) -> CheckpointStore:
     """Open a store in the bucket, with a fast tier below a place on the disk."""
-    node, bucket = f"node-{node_of(case)}", bucket_of(case)
-    Path(place).mkdir(parents=True, exist_ok=True)
-    tier = FastTier(Path(place) / node, copies=copies, keep=1, node=node, **options)
-    uri = in_bucket(case, place)
-    return open_store(uri, durable=case.durable, storage_options=bucket.storage_options, fast=tier)
+    node, options_of_bucket = f"node-{node_of(case)}", bucket_of(case).storage_options
+    place.mkdir(parents=True, exist_ok=True)
+    tier = FastTier(place / node, copies=copies, keep=1, node=node, **options)
+    uri = in_bucket(case, str(place))
+    return open_store(uri, durable=case.durable, storage_options=options_of_bucket, fast=tier)
 
 
 class _ToBucket(Contender):
@@ -72,28 +71,19 @@ class _ToBucket(Contender):
         return super().unfit(replace(case, place=bucket_of(case)))
 
     @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
+    def sweep(cls, case: Case, action: str) -> list[Settings]:
         return super().sweep(replace(case, place=bucket_of(case)), action)
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(replace(case, place=bucket_of(case)), **settings)
 
-    def prepare(self, place: str) -> None:
-        super().prepare(in_bucket(self.case, place))
-
-    def save(self, place: str) -> Wait | None:
-        return super().save(in_bucket(self.case, place))
+    def at(self, place: str) -> str:
+        return in_bucket(self.case, place)
 
     def after(self, place: str) -> None:
         super().after(place)
         if not self.is_kept and self.case.rank == 0:
             self.discard(place)
-
-    def load(self, place: str) -> None:
-        super().load(in_bucket(self.case, place))
-
-    def discard(self, place: str) -> None:
-        super().discard(in_bucket(self.case, place))
 
 
 class OneCopy(AsyncCkptstore):
@@ -105,30 +95,28 @@ class OneCopy(AsyncCkptstore):
     copies: ClassVar[Literal[1, 2]] = 1
 
     @property
-    def _name(self) -> str:
-        return f"copies-{self.copies}-{self._token}"
+    def _place(self) -> Path:
+        return Path(self.case.uri(f"copies-{self.copies}-{self.token}"))
 
-    def prepare(self, place: str) -> None:
-        if self._store is None:
-            place = self.case.uri(self._name)
-            self._store = open_tiered(self.case, place, copies=self.copies, drain=_NEVER_DUE)
-            self.store.save(0, {"epoch": 0})
-            self.store.drain()
-            self.store.warm_up(self.case.state)
+    def begin(self) -> None:
+        self._store = open_tiered(self.case, self._place, copies=self.copies, drain=_NEVER_DUE)
+        self.store.save(0, {"epoch": 0})
+        self.store.drain()
+        self.store.warm_up(self.case.state)
 
     def after(self, place: str) -> None:
         """Wait until the superseded checkpoint is deleted, which goes on after the save."""
-        node = Path(self.case.uri(self._name)) / f"node-{node_of(self.case)}"
+        node = self._place / f"node-{node_of(self.case)}"
         while len([*node.glob("*/checkpoints/*")]) > 1:
             time.sleep(_LOOK_SECONDS)
 
     def close(self) -> None:
         if self._store is not None:
-            self._store.save(self._step + 1, {"epoch": 1})  # closing it brings the newest one into the bucket
+            self._store.save(self.step + 1, {"epoch": 1})  # closing it brings the newest one into the bucket
         super().close()
         self.case.gather(None)
         if self.case.rank == 0:
-            shutil.rmtree(self.case.uri(self._name), ignore_errors=True)
+            shutil.rmtree(self._place, ignore_errors=True)
 
 
 TwoCopies = variant(OneCopy, name="ckptstore, two copies", copies=2)
@@ -148,7 +136,7 @@ class FromDisk(Ckptstore):
         self._store = self.opened(place)
         found = self.store.resume(self.case.target)
         assert found is not None
-        assert found.step == _STEP
+        assert found.step == STEP
 
     def wrong(self) -> str | None:
         self.close()
@@ -167,7 +155,7 @@ class FromOwnNode(FromDisk):
     """The nodes that come back with an empty disk."""
 
     def opened(self, place: str) -> CheckpointStore:
-        return open_tiered(self.case, place, copies=2)
+        return open_tiered(self.case, Path(place), copies=2)
 
     def after(self, place: str) -> None:
         self.close()  # which brings it into the bucket
@@ -193,6 +181,8 @@ class CappedDrain(Contender):
     name, family = OURS, OURS
     role: ClassVar[Role] = "ckptstore"
     _known_steps: ClassVar[dict[float, int]] = {}
+    _store: CheckpointStore | None = None
+    _step = 0
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
@@ -202,20 +192,14 @@ class CappedDrain(Contender):
         self._optimizer = torch.optim.AdamW(self._model.parameters())
         self._batch = torch.randn(64, 256)
         wanted_seconds = min(_MOST_SECONDS, max(_LEAST_SECONDS, case.rank_bytes / _BYTES_PER_SECOND))
-        self._num_steps = self._num_steps_of(wanted_seconds)
-        rate = case.rank_bytes * case.world_size / NUM_NODES / (_DRAINS_LONGER * wanted_seconds)
-        self._rate = case.gather(rate)[0]
-        self._store: CheckpointStore | None = None
-        self._step = 0
-
-    def _num_steps_of(self, seconds: float) -> int:
-        """Return the number of steps in so many seconds: measured once, so that all contenders take equally many."""
-        if seconds not in self._known_steps:
+        if wanted_seconds not in self._known_steps:  # measured once, so that all contenders take equally many
             began = time.perf_counter()
             self._train(_TRIED_STEPS)
             each = (time.perf_counter() - began) / _TRIED_STEPS
-            self._known_steps[seconds] = max(1, min(self.case.gather(int(seconds / each))))
-        return self._known_steps[seconds]
+            self._known_steps[wanted_seconds] = max(1, min(case.gather(int(wanted_seconds / each))))
+        self._num_steps = self._known_steps[wanted_seconds]
+        rate = case.rank_bytes * case.world_size / NUM_NODES / (_DRAINS_LONGER * wanted_seconds)
+        self._rate = case.gather(rate)[0]
 
     def _train(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -227,8 +211,8 @@ class CappedDrain(Contender):
     def prepare(self, place: str) -> None:
         """Start the drain of a checkpoint before the steps begin."""
         if self._store is None:
-            place = self.case.uri("drained")
-            self._store = open_tiered(self.case, place, copies=1, drain_bytes_per_second=self._rate)
+            place_of_tier = Path(self.case.uri("drained"))
+            self._store = open_tiered(self.case, place_of_tier, copies=1, drain_bytes_per_second=self._rate)
             self._store.resume()
         self._step += 1
         self._store.save(self._step, self.case.state)
@@ -253,26 +237,13 @@ NoDrain = variant(CappedDrain, name="no drain", family="limit", role="limit", pr
 """The same steps without a drain."""
 
 
-def _to_bucket(kind: type[Contender], name: str) -> Any:
-    return variant(_ToBucket, kind, name=f"{name}, to the bucket", is_kept=False)
-
-
-AsyncDcpToBucket = _to_bucket(AsyncDcp, "dcp.async_save, thread")
-AsyncDcpProcessToBucket = _to_bucket(AsyncDcpProcess, "dcp.async_save, process")
-AsyncLightningToBucket = _to_bucket(AsyncLightning, "Lightning AsyncCheckpointIO")
-RayReportToBucket = _to_bucket(RayReportAsync, "Ray Train, torch.save and persist, ASYNC")
-DcpS3FromBucket = variant(_ToBucket, DcpS3, name="s3torchconnector DCP, from the bucket")
-DcpFsspecFromBucket = variant(_ToBucket, DcpFsspec, name="DCP FsspecWriter, from the bucket")
-S3CheckpointFromBucket = variant(_ToBucket, S3Checkpoint, name="s3torchconnector S3Checkpoint, from the bucket")
-
-
 class _Beside(CappedDrain):
     """The same steps beside a save in the background, straight to the bucket. Nothing caps it."""
 
     role: ClassVar[Role] = "peer"
     warmed = ("save",)
     saver: ClassVar[type[_ToBucket]]
-    settings_of_saver: ClassVar[dict[str, Any]] = {}
+    settings_of_saver: ClassVar[Settings] = {}
 
     @classmethod
     def unfit(cls, case: Case) -> str | None:
@@ -281,6 +252,9 @@ class _Beside(CappedDrain):
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
         self._saver = self.saver(case, **self.settings_of_saver)
+
+    def at(self, place: str) -> str:
+        return self._saver.at(place)
 
     def prepare(self, place: str) -> None:
         self._saver.prepare(place)
@@ -300,6 +274,18 @@ def _beside(saver: type[Contender], **settings: Any) -> Any:
     return variant(_Beside, name=f"beside {saver.name}", saver=saver, settings_of_saver=settings, **fields)
 
 
-BesideDcp = _beside(AsyncDcpProcessToBucket, thread_count=2, cached_plans=True)
-BesideLightning = _beside(AsyncLightningToBucket)
-BesideRay = _beside(RayReportToBucket)
+TO_BUCKET = tuple(
+    variant(_ToBucket, kind, name=f"{kind.name}, to the bucket", is_kept=False)
+    for kind in (AsyncDcp, AsyncDcpProcess, AsyncLightning, RayReportAsync)
+)
+"""Saves of peers in the background, to the bucket in place of a disk."""
+OF_BUCKET = tuple(
+    variant(_ToBucket, kind, name=f"{kind.name}, from the bucket") for kind in (DcpFsspec, DcpS3, S3Checkpoint)
+)
+"""Loads of peers from the bucket."""
+BESIDE = (
+    _beside(TO_BUCKET[1], stager="DefaultStager", thread_count=2, cached_plans=True),
+    _beside(TO_BUCKET[2]),
+    _beside(TO_BUCKET[3]),
+)
+"""Steps beside saves of peers to the bucket."""

@@ -8,11 +8,10 @@ whose collectives need CUDA: each rank loads what it saved.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ckptstore.tools.bench.case import Case
-from ckptstore.tools.bench.peers.base import ZIPPED, Contender, Wait, make_durable, shares_of
+from ckptstore.tools.bench.peers.base import ZIPPED, Contender, Settings, Wait, shares_of
 
 
 class TorchCheckpointing(Contender):
@@ -21,67 +20,70 @@ class TorchCheckpointing(Contender):
     It saves named items, each to a file, and has threads for several of them: so there are as many items as threads.
     """
 
-    name, family = "torch_checkpointing", "torch_checkpointing"
+    name = family = "torch_checkpointing"
     modules = packages = ("torch_checkpointing",)
+    needs = ("disk", "its one storage is the local disk")
     checks = ZIPPED
     warmed = ("save",)
+    tried = (*({"thread_count": count} for count in (1, 2, 4)), {"thread_count": 2, "format": "safetensors"})
+    tried_in_load = ({"mmap": True}, {"mmap": False}, {"format": "safetensors"})
 
     @classmethod
-    def unfit(cls, case: Case) -> str | None:
-        return None if case.place.is_local else "its one storage is the local disk"
-
-    @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        if action == "load":
-            found: list[dict[str, Any]] = [{"mmap": True}, {"mmap": False}]
-            # It cannot copy tensors of safetensors into a DTensor.
-            return [*found, {"format": "safetensors"}] if case.alone else found
-        return [*({"thread_count": count} for count in (1, 2, 4)), {"thread_count": 2, "format": "safetensors"}]
+    def sweep(cls, case: Case, action: str) -> list[Settings]:
+        found = super().sweep(case, action)
+        # It cannot copy tensors of safetensors into a DTensor.
+        return found if case.alone or action == "save" else [each for each in found if "format" not in each]
 
     def __init__(self, case: Case, **settings: Any) -> None:
         super().__init__(case, **settings)
-        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing import CheckpointManager, ItemSpec
+        from torch_checkpointing.checkpoint_layout import LayoutInfo, SafetensorsSerialization
+        from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
         from torch_checkpointing.config import CheckpointLoaderConfig
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        def spec(name: str) -> Any:
+            if settings.get("format") != "safetensors":
+                return ItemSpec()
+            return ItemSpec(layout=LayoutInfo(f"{name}_{{rank}}.safetensors", SafetensorsSerialization()))
 
         count = settings.get("thread_count", 1)
         self._items = {f"model{number}": names for number, names in enumerate(shares_of(case.local, count))}
         self._manager = CheckpointManager(
             CheckpointManager.Config(
-                items={name: self._spec(name) for name in self._items},
-                save=self._saver(count),
+                items={name: spec(name) for name in self._items},
+                save=self.saver(CheckpointWriterConfig(file_write_max_threads=count)),
                 load=CheckpointLoaderConfig(use_mmap=settings.get("mmap", True)),
                 storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
             )
         )
 
-    def _spec(self, name: str) -> Any:
-        from torch_checkpointing import ItemSpec
-        from torch_checkpointing.checkpoint_layout import LayoutInfo, SafetensorsSerialization
-
-        if self.settings.get("format") != "safetensors":
-            return ItemSpec()
-        return ItemSpec(layout=LayoutInfo(f"{name}_{{rank}}.safetensors", SafetensorsSerialization()))
-
-    def _saver(self, num_threads: int) -> Any:
-        from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
+    def saver(self, writer: Any) -> Any:
+        """Return the configuration of its way to save."""
         from torch_checkpointing.config import SyncCheckpointSaverConfig
 
-        return SyncCheckpointSaverConfig(writer_config=CheckpointWriterConfig(file_write_max_threads=num_threads))
+        return SyncCheckpointSaverConfig(writer_config=writer)
 
     def _payload(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         return {item: {name: state[name] for name in names} for item, names in self._items.items()}
 
     def save(self, place: str) -> Wait | None:
-        self._manager.save(place, self._payload(self.case.state))
-        self.case.gather(None)  # rank 0 renames the directory: the others do not wait for it by themselves
-        self._persist(place)
+        self.begin(place)()
         return None
 
-    def _persist(self, place: str) -> None:
-        if self.case.durable and self.case.rank == 0:
-            make_durable(Path(place))
-        self.case.gather(None)
+    def begin(self, place: str) -> Wait:
+        """Begin to save; return a function that waits for the rest."""
+        future = self._manager.save(place, self._payload(self.case.state))
+
+        def wait() -> None:
+            if future is not None:
+                future.result()
+            self.case.gather(None)  # rank 0 renames the directory: the others do not wait for it by themselves
+            if self.case.rank == 0:
+                self.persist(place)
+            self.case.gather(None)
+
+        return wait
 
     def load(self, place: str) -> None:
         self._manager.load(place, into=self._payload(self.case.target), strict=True)
@@ -98,29 +100,13 @@ class AsyncTorchCheckpointing(TorchCheckpointing):
     """
 
     name = "torch_checkpointing, async"
+    tried = ({"thread_count": 2, "shared_memory": True}, {"thread_count": 2, "shared_memory": False})
+    save = TorchCheckpointing.begin
 
-    @classmethod
-    def sweep(cls, case: Case, action: str) -> list[dict[str, Any]]:
-        return [{"thread_count": 2, "shared_memory": shared} for shared in (True, False)]
-
-    def _saver(self, num_threads: int) -> Any:
-        from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
+    def saver(self, writer: Any) -> Any:
         from torch_checkpointing.config import AsyncCheckpointSaverConfig
         from torch_checkpointing.staging import CheckpointStagerConfig
 
-        shared = self.settings.get("shared_memory", True)
-        return AsyncCheckpointSaverConfig(
-            writer_config=CheckpointWriterConfig(file_write_max_threads=num_threads),
-            staging_config=CheckpointStagerConfig(use_async_staging=False, use_shared_memory=shared),
-        )
-
-    def save(self, place: str) -> Wait | None:
-        future = self._manager.save(place, self._payload(self.case.state))
-
-        def wait() -> None:
-            assert future is not None  # an asynchronous saver returns one
-            future.result()
-            self.case.gather(None)
-            self._persist(place)
-
-        return wait
+        shared = self.settings["shared_memory"]
+        staging = CheckpointStagerConfig(use_async_staging=False, use_shared_memory=shared)
+        return AsyncCheckpointSaverConfig(writer_config=writer, staging_config=staging)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,9 +10,9 @@ from typing import Any
 
 from ckptstore.testing import RanksFailed, run_ranks
 from ckptstore.tools.bench.destination import Place
-from ckptstore.tools.bench.figures.report import Options, Workload
+from ckptstore.tools.bench.figures.report import Workload
 from ckptstore.tools.bench.figures.text import absent
-from ckptstore.tools.bench.work import Task
+from ckptstore.tools.bench.work import Contests, Task
 from ckptstore.tools.bench.workloads.files import files_of
 from ckptstore.tools.bench.workloads.sharded_ranks import NUM_TENSORS, commit_of_sharded
 from ckptstore.tools.bench.workloads.simulated import commit_of
@@ -30,51 +29,34 @@ _LATENCY_SECONDS = 0.005
 _FIGURES = ("seconds", "requests", "cpu_seconds", "peak_bytes")
 _SHARDED_FIGURES = ("seconds", "cpu_seconds", "peak_bytes", "told_bytes", "agree_bytes", "outline_bytes")
 
-Contest = Callable[[Task, int], Workload]
 Show = Callable[[str, int, int], None]
 
 
-def scaling(place: Place, options: Options, size_bytes: int, contest: Contest, show: Show) -> dict[str, Any]:
+def scaling(task: Task, contests: Contests, show: Show) -> dict[str, Any]:
     """Return curves of real processes, and of simulated ranks with the law of their growth."""
-    latency_seconds = _LATENCY_SECONDS if options.latency_seconds is None else options.latency_seconds
-    task = Task(name="ranks", options=options, place=place, size_bytes=size_bytes)
-    ranks = [(count, contest(task, count)) for count in REAL_RANKS if count <= max(8, options.ranks)]
+    options, place = task.options, task.place
+    ranks = [_point(count, task, contests, count) for count in REAL_RANKS if count <= max(8, options.ranks)]
     sizes = []
     for part in _SIZES:
-        smaller = replace(task, size_bytes=max(1 << 20, size_bytes // part))
-        sizes.append((smaller.size_bytes, contest(smaller, options.ranks)))
+        size_bytes = max(1 << 20, task.size_bytes // part)
+        sizes.append(_point(size_bytes, replace(task, size_bytes=size_bytes), contests, options.ranks))
+    files, some = [], replace(task, name="directory", size_bytes=min(task.size_bytes, _FILES_BYTES))
+    for count in _FILE_COUNTS:  # the same bytes in more and more files
+        with files_of(some, count) as (path, facts):
+            files.append(_point(facts["files"], replace(some, files=str(path)), contests, options.ranks))
+    latency_seconds = _LATENCY_SECONDS if options.latency_seconds is None else options.latency_seconds
     return {
-        "real": {"ranks": _curve(ranks), "bytes": _curve(sizes), "files": _curve(_over_files(task, contest))},
+        "real": {"ranks": ranks, "bytes": sizes, "files": files},
         "simulated": simulate(place, max_ranks=options.max_ranks, latency_seconds=latency_seconds, show=show),
         "sharded": simulate_sharded(place, max_ranks=options.max_ranks, show=show),
     }
 
 
-def _over_files(task: Task, contest: Contest) -> list[tuple[int, Workload]]:
-    """Measure the same bytes in more and more files of a directory."""
-    size_bytes, found = min(task.size_bytes, _FILES_BYTES), []
-    for count in _FILE_COUNTS:
-        with files_of(task.options, "directory", size_bytes, task.place, num_files=count) as (files, facts):
-            smaller = replace(task, name="directory", size_bytes=size_bytes, files=str(files))
-            found.append((facts["files"], contest(smaller, task.options.ranks)))
-    return found
-
-
-def _curve(points: Sequence[tuple[int, Workload]]) -> list[dict[str, Any]]:
-    """Return median and samples of the seconds of each measured contender at each point; and the absent ones."""
-    return [
-        {
-            "at": at,
-            "size_bytes": workload.size_bytes,
-            "seconds": {
-                one.name: {"median": statistics.median(workload.figures(one)), "samples": workload.figures(one)}
-                for one in workload.outcomes
-                if one.status == "measured"
-            },
-            "absent": absent(workload),
-        }
-        for at, workload in points
-    ]
+def _point(at: int, task: Task, contests: Contests, ranks: int) -> dict[str, Any]:
+    """Return median and samples of the seconds of each measured contender at a point; and the absent ones."""
+    found: Workload = contests([task], ranks)[0]
+    seconds = {one.name: {"median": found.median(one), "samples": found.figures(one)} for one in found.all_measured()}
+    return {"at": at, "size_bytes": found.size_bytes, "seconds": seconds, "absent": absent(found)}
 
 
 def simulate(place: Place, *, max_ranks: int, latency_seconds: float, show: Show) -> dict[str, Any]:
@@ -142,25 +124,24 @@ def line(numbers: Sequence[float], values: Sequence[float]) -> tuple[float, floa
 
     Raises ValueError for fewer than two different numbers.
     """
-    weights = [1.0 / max(1e-12, value) ** 2 for value in values]
-    total = sum(weights)
-    mean_n = sum(w * n for w, n in zip(weights, numbers, strict=True)) / total
-    mean_v = sum(w * v for w, v in zip(weights, values, strict=True)) / total
-    spread = sum(w * (n - mean_n) ** 2 for w, n in zip(weights, numbers, strict=True))
-    if spread <= 0:
-        raise ValueError("a line takes two different numbers")
-    together = sum(w * (n - mean_n) * (v - mean_v) for w, n, v in zip(weights, numbers, values, strict=True))
-    slope = together / spread
-    base = mean_v - slope * mean_n
+    base, slope = _fitted(numbers, values, [1.0 / max(1e-12, value) ** 2 for value in values])
     errors = [abs(base + slope * n - v) / max(1e-12, v) for n, v in zip(numbers, values, strict=True)]
     return base, slope, max(errors)
 
 
 def exponent(numbers: Sequence[float], values: Sequence[float]) -> float:
     """Return the power of n by which values grow: 1 is linear, 2 quadratic. Raises ValueError below two numbers."""
-    xs, ys = [math.log(number) for number in numbers], [math.log(max(1e-12, value)) for value in values]
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    spread = sum((x - mean_x) ** 2 for x in xs)
+    logarithms = [math.log(max(1e-12, value)) for value in values]
+    return _fitted([math.log(number) for number in numbers], logarithms, [1.0] * len(values))[1]
+
+
+def _fitted(xs: Sequence[float], ys: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+    """Return base and slope of the line with the smallest weighted squares. Raises ValueError below two numbers."""
+    total = sum(weights)
+    mean_x = sum(w * x for w, x in zip(weights, xs, strict=True)) / total
+    mean_y = sum(w * y for w, y in zip(weights, ys, strict=True)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, xs, strict=True))
     if spread <= 0:
-        raise ValueError("an exponent takes two different numbers")
-    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
+        raise ValueError("a law takes two different numbers")
+    slope = sum(w * (x - mean_x) * (y - mean_y) for w, x, y in zip(weights, xs, ys, strict=True)) / spread
+    return mean_y - slope * mean_x, slope
