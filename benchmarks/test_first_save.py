@@ -16,8 +16,8 @@ from sizes import FULL, Take, group, turns
 from ckptstore.tools.bench.case import Case, process_group
 from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.report import WorkloadOutcome
-from ckptstore.tools.bench.gpu.first_saves import FirstDefaultStaged, FirstSave, FirstSaveWarmed, footprint
 from ckptstore.tools.bench.peers.base import Contender
+from ckptstore.tools.bench.peers.device import FirstDefaultStaged, FirstSave, FirstSaveWarmed, footprint
 from ckptstore.tools.bench.peers.limits import Memcpy
 from ckptstore.tools.bench.peers.own import Ckptstore
 from ckptstore.tools.bench.turns import Contest

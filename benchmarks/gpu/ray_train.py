@@ -22,7 +22,7 @@ from training import train
 from ckptstore.tools.bench import machine
 from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.report import OURS, Report, Sample, Workload, WorkloadOutcome
-from ckptstore.tools.bench.gpu.training import SHAPES
+from ckptstore.tools.bench.training import SHAPES
 from ckptstore.tools.cli.commands.bench import echo_workload
 
 

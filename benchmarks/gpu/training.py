@@ -16,8 +16,8 @@ from torch import nn
 
 import ckptstore
 from ckptstore.tools.bench.figures.report import Sample
-from ckptstore.tools.bench.gpu.training import SHAPES, parallel_model
 from ckptstore.tools.bench.measure import Meter
+from ckptstore.tools.bench.training import SHAPES, parallel_model
 
 
 def train(config: dict[str, Any]) -> None:

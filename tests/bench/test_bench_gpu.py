@@ -20,12 +20,11 @@ from ckptstore.tools.bench import machine
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.text import markdown
-from ckptstore.tools.bench.gpu.first_saves import watch_locked
-from ckptstore.tools.bench.gpu.steps import Steps
-from ckptstore.tools.bench.gpu.training import SHAPES, shape_within
 from ckptstore.tools.bench.peers.base import Contender, Wait
+from ckptstore.tools.bench.peers.device import watch_locked
+from ckptstore.tools.bench.training import SHAPES, Steps, shape_within
 from ckptstore.tools.bench.turns import Contest
-from ckptstore.tools.bench.workloads.on_device import GPU_TABLES
+from ckptstore.tools.bench.workloads import GPU_TABLES
 
 ABSENT = {"fastsafetensors", "fastsafetensors, GDS"}
 """The only rows without figures: not installed, or with CUDA alone."""

@@ -16,14 +16,13 @@ from made import RANKS, bench, report, valid
 
 from ckptstore.errors import InvalidInput
 from ckptstore.tools.bench.claims import CLAIMS
-from ckptstore.tools.bench.figures.charts import Curve, curves
 from ckptstore.tools.bench.figures.compare import compare, rank_sum_p, smallest_p
 from ckptstore.tools.bench.figures.floors import check, read_floors
-from ckptstore.tools.bench.figures.page import page
+from ckptstore.tools.bench.figures.page import Curve, curves, page
 from ckptstore.tools.bench.figures.report import Report
 from ckptstore.tools.bench.figures.text import claim, rows
 from ckptstore.tools.bench.timeline import aligned, straggler
-from ckptstore.tools.bench.workloads.scaling import exponent, line
+from ckptstore.tools.bench.workloads import exponent, line
 from ckptstore.tools.cli.commands.bench import options_of
 
 ROOT = Path(__file__).parents[2]

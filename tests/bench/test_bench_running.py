@@ -19,6 +19,7 @@ from ckptstore.errors import InvalidInput, StorageFull
 from ckptstore.storage.base import Bucket, WritesParts
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import RanksFailed
+from ckptstore.tools.bench import workloads
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import Place, check_room, opened_place
 from ckptstore.tools.bench.figures.report import WORKLOADS, Options
@@ -27,13 +28,11 @@ from ckptstore.tools.bench.peers.finding import Finder
 from ckptstore.tools.bench.peers.registry import TABLES
 from ckptstore.tools.bench.run import contests
 from ckptstore.tools.bench.shapes import PRESETS, rank_state, shapes_of, state_bytes
+from ckptstore.tools.bench.simulated import commit_of, commit_of_sharded
 from ckptstore.tools.bench.timeline import straggler
 from ckptstore.tools.bench.turns import Contest
 from ckptstore.tools.bench.work import Task
-from ckptstore.tools.bench.workloads import scaling
-from ckptstore.tools.bench.workloads.finding import fill
-from ckptstore.tools.bench.workloads.sharded_ranks import commit_of_sharded
-from ckptstore.tools.bench.workloads.simulated import commit_of
+from ckptstore.tools.bench.workloads import fill
 from ckptstore.tools.cli.commands.bench import options_of
 
 pytestmark = pytest.mark.slow
@@ -245,7 +244,7 @@ def test_every_workload_runs_on_a_disk(tmp_path: Path, monkeypatch: pytest.Monke
     without_tier = tuple(name for name in WORKLOADS if name != "tier")
     monkeypatch.setattr("ckptstore.tools.cli.commands.bench._WORKLOADS", without_tier)
     for name, points in {"REAL_RANKS": (1, 2), "_SIZES": (1,), "_FILE_COUNTS": (10,)}.items():
-        monkeypatch.setattr(f"ckptstore.tools.bench.workloads.scaling.{name}", points)
+        monkeypatch.setattr(f"ckptstore.tools.bench.workloads.{name}", points)
     told, shown = tmp_path / "told.json", tmp_path / "shown.html"
     options = ["--size", "8MiB", "--repeat", 1, "--max-ranks", 256, "--latency-ms", 1, "--to", tmp_path / "place"]
     options += ["--peers", "dcp,torch,safetensors,ray,cp"]
@@ -388,11 +387,11 @@ def test_a_simulation_that_fails_leaves_the_smaller_ones_their_figures(
     def few(_ranks: int, commit: Any, _directory: str, count: int, *_: Any, **__: Any) -> list[dict[str, Any]]:
         if count > 64:
             raise RanksFailed("no memory", {}, {})
-        return [dict.fromkeys((*scaling._FIGURES, "ranks"), 1.0)]
+        return [dict.fromkeys((*workloads._FIGURES, "ranks"), 1.0)]
 
-    monkeypatch.setattr(scaling, "run_ranks", few)
+    monkeypatch.setattr(workloads, "run_ranks", few)
     place = Place(uri=str(tmp_path))
-    found = scaling.simulate(place, max_ranks=1024, latency_seconds=0.0, show=lambda *_: None)
+    found = workloads.simulate(place, max_ranks=1024, latency_seconds=0.0, show=lambda *_: None)
     assert [point["ranks"] for point in found["points"]] == [1.0]
     assert found["absent"] == ["failed: commit of 256 simulated ranks: no memory"]
     assert found["absent"][0] in scaling_lines({"simulated": found})

@@ -13,7 +13,7 @@ from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.measure import Meter
 from ckptstore.tools.bench.peers.base import Contender, make_durable
-from ckptstore.tools.bench.peers.node import RawDownload
+from ckptstore.tools.bench.peers.directories import RawDownload
 from ckptstore.tools.bench.peers.own import Ckptstore
 from ckptstore.tools.bench.turns import Contest
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import resource
 import time
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -19,20 +19,15 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 def cpu_seconds() -> float:
     """Return the processor time of this process and of all its children, running ones included."""
-    found = 0.0
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        usage = resource.getrusage(who)
-        found += usage.ru_utime + usage.ru_stime
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    found = sum(usage.ru_utime + usage.ru_stime for usage in usages)
     for child in psutil.Process().children(recursive=True):
-        try:
-            times = child.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        found += times.user + times.system + times.children_user + times.children_system
+        with suppress(psutil.NoSuchProcess):
+            found += sum(child.cpu_times()[:4])  # its own, and of its children
     return found
 
 
-def status_bytes(name: str) -> int:
+def _status_bytes(name: str) -> int:
     """Return VmRSS, VmHWM and the like of this process. Raises OSError or KeyError if the system lacks them."""
     for line in _STATUS.read_text().splitlines():
         if line.startswith(f"{name}:"):
@@ -51,7 +46,10 @@ class Meter:
 
     def __enter__(self) -> Meter:
         gc.collect()
-        self._before_bytes = self._resident()
+        self._before_bytes: int | None = None
+        with suppress(OSError, KeyError):  # on systems other than Linux
+            _CLEAR.write_text("5")  # resets the high-water mark
+            self._before_bytes = _status_bytes("VmRSS")
         self._listening = listening(self._on_event)
         self._listening.__enter__()
         self._cpu = cpu_seconds()
@@ -62,36 +60,24 @@ class Meter:
         """Note that the caller may go on, and change its state."""
         self.blocked_seconds = time.perf_counter() - self._started
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.total_seconds = time.perf_counter() - self._started
         self.blocked_seconds = self.blocked_seconds or self.total_seconds
         self.cpu_seconds = cpu_seconds() - self._cpu
         self._listening.__exit__(None, None, None)
         if self._before_bytes is not None:
-            self.peak_bytes = max(0, status_bytes("VmHWM") - self._before_bytes)
+            self.peak_bytes = max(0, _status_bytes("VmHWM") - self._before_bytes)
 
-    def sample(self, **counted: int | None) -> Sample:
-        """Return the measurements, with a server's counts by the names of `Sample`. Only ckptstore reports retries."""
+    def sample(self) -> Sample:
+        """Return the measurements. Only ckptstore reports retries."""
         return Sample(
             blocked_seconds=self.blocked_seconds,
             total_seconds=self.total_seconds,
             cpu_seconds=self.cpu_seconds,
             peak_bytes=self.peak_bytes,
             retries=self.retries,
-            **counted,
         )
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, RequestRetried):
             self.retries += 1
-
-    @staticmethod
-    def _resident() -> int | None:
-        """Return the resident memory and reset the high-water mark. None on systems other than Linux."""
-        try:
-            _CLEAR.write_text("5")
-            return status_bytes("VmRSS")
-        except (OSError, KeyError):
-            return None

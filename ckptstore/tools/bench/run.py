@@ -39,11 +39,7 @@ from ckptstore.tools.bench.peers.registry import TABLES
 from ckptstore.tools.bench.shapes import NUMBER_BYTES, state_bytes
 from ckptstore.tools.bench.timeline import aligned, straggler
 from ckptstore.tools.bench.work import Task, work
-from ckptstore.tools.bench.workloads.fast_nodes import VIEW_NAMES, fast_nodes
-from ckptstore.tools.bench.workloads.files import files_of
-from ckptstore.tools.bench.workloads.finding import finding
-from ckptstore.tools.bench.workloads.on_device import GPU_TABLES, on_device
-from ckptstore.tools.bench.workloads.scaling import scaling
+from ckptstore.tools.bench.workloads import GPU_TABLES, VIEW_NAMES, fast_nodes, files_of, finding, on_device, scaling
 
 T = TypeVar("T")
 

@@ -78,7 +78,6 @@ PRESETS = {
     "llama-70b": Preset(hidden=8192, inner=28_672, heads=128, kv_heads=8, layers=80),
     "llama-405b": Preset(hidden=16_384, inner=53_248, heads=128, kv_heads=8, layers=126),
 }
-SHAPES = ("tensors", *PRESETS, "files")
 
 
 def state_bytes(shape: str, *, size_bytes: int, scale: float | None) -> int:

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckptstore.tools.bench.gpu import device_peers, first_saves
-from ckptstore.tools.bench.gpu.steps import Steps
 from ckptstore.tools.bench.peers import (
     dcp,
+    device,
     directories,
     files,
     finding,
     limits,
-    node,
     orbax,
     own,
     tier,
     torch_checkpointing,
 )
 from ckptstore.tools.bench.peers.base import Contender
+from ckptstore.tools.bench.training import Steps
 from ckptstore.tools.bench.turns import Contest
 
 Kinds = tuple[type[Contender], ...]
@@ -53,7 +52,7 @@ _ASYNC: Kinds = (
     *(dcp.AsyncDcp, dcp.AsyncDcpProcess, torch_checkpointing.AsyncTorchCheckpointing),
     *(files.AsyncLightning, directories.RayReportAsync, orbax.AsyncOrbax),
 )
-_STAGED: Kinds = (own.AsyncCkptstore, device_peers.DefaultStaged, device_peers.DefaultStagedProcess)
+_STAGED: Kinds = (own.AsyncCkptstore, device.DefaultStaged, device.DefaultStagedProcess)
 
 TABLES: Mapping[str, Table] = {
     "save": Table(
@@ -86,8 +85,13 @@ TABLES: Mapping[str, Table] = {
         title="All processes of a node open one checkpoint",
         action="load",
         contenders=(
-            *(node.OneDownload, node.RayAsDirectory, node.PyarrowDownload, node.FsspecDownload),
-            node.RawDownload,
+            *(
+                directories.OneDownload,
+                directories.RayAsDirectory,
+                directories.PyarrowDownload,
+                directories.FsspecDownload,
+            ),
+            directories.RawDownload,
         ),
     ),
     "tier-save": Table(
@@ -108,23 +112,23 @@ TABLES: Mapping[str, Table] = {
     "gpu-stall": Table(
         title="Stall of an asynchronous save",
         figure="blocked_seconds",
-        contenders=(*_STAGED, device_peers.PinnedCopy),
+        contenders=(*_STAGED, device.PinnedCopy),
     ),
     "gpu-steps": Table(title="Seconds that a training loses to one save beside it", contenders=_STAGED, contest=Steps),
     "gpu-first": Table(
         title="Stall of the first asynchronous save",
         figure="blocked_seconds",
         contenders=(
-            *(first_saves.FirstSave, first_saves.FirstSaveWarmed, first_saves.FirstSaveResumed),
-            *(first_saves.FirstDefaultStaged, device_peers.PinnedCopy),
+            *(device.FirstSave, device.FirstSaveWarmed, device.FirstSaveResumed),
+            *(device.FirstDefaultStaged, device.PinnedCopy),
         ),
     ),
     "gpu-load": Table(
         title="Load into tensors that exist on the device",
         action="load",
         contenders=(
-            *(own.Ckptstore, dcp.Dcp, device_peers.SafetensorsToDevice, device_peers.FastSafetensors),
-            *(device_peers.FastSafetensorsDirect, device_peers.RawToDevice),
+            *(own.Ckptstore, dcp.Dcp, device.SafetensorsToDevice, device.FastSafetensors),
+            *(device.FastSafetensorsDirect, device.RawToDevice),
         ),
     ),
     "ls": Table(
