@@ -20,8 +20,9 @@ from ckptstore.tools.bench.destination import is_disk
 from ckptstore.tools.bench.figures.report import Options, Report
 from ckptstore.tools.bench.matrix import DISK, S3, case_of
 from ckptstore.tools.bench.peers.registry import TABLES
-from ckptstore.tools.bench.run import opened, with_files
+from ckptstore.tools.bench.run import opened
 from ckptstore.tools.bench.work import Task
+from ckptstore.tools.bench.workloads import with_files
 from ckptstore.tools.cli import main
 from ckptstore.tools.cli.commands.bench import options_of
 

@@ -387,11 +387,11 @@ def test_a_simulation_that_fails_leaves_the_smaller_ones_their_figures(
     def few(_ranks: int, commit: Any, _directory: str, count: int, *_: Any, **__: Any) -> list[dict[str, Any]]:
         if count > 64:
             raise RanksFailed("no memory", {}, {})
-        return [dict.fromkeys((*workloads._FIGURES, "ranks"), 1.0)]
+        return [dict.fromkeys((*workloads.SIMULATIONS["simulated"][2], "ranks"), 1.0)]
 
     monkeypatch.setattr(workloads, "run_ranks", few)
     place = Place(uri=str(tmp_path))
-    found = workloads.simulate(place, max_ranks=1024, latency_seconds=0.0, show=lambda *_: None)
+    found = workloads.simulate("simulated", place, 1024, lambda *_: None, latency_seconds=0.0)
     assert [point["ranks"] for point in found["points"]] == [1.0]
     assert found["absent"] == ["failed: commit of 256 simulated ranks: no memory"]
     assert found["absent"][0] in scaling_lines({"simulated": found})

@@ -112,13 +112,11 @@ def opened_place(
         with tempfile.TemporaryDirectory(prefix="ckptstore-bench-tls-") as directory:
             authority = str(Path(directory, "authority.pem")) if to.endswith("-tls") else None
             line += [] if authority is None else ["--tls", directory]
-            with _test_server(*line, keeps_bodies=to in (S3_TEST, S3_TEST_TLS)) as endpoint_url:
-                options = {
-                    "key": "test",
-                    "secret": "testsecret",
-                    "endpoint_url": endpoint_url,
-                    "client_kwargs": {"region_name": "us-east-1", **({"verify": authority} if authority else {})},
-                }
+            # New memory can cost a server several times the transfer, and SHA-256 even more for some clients.
+            line += [] if to in (S3_TEST, S3_TEST_TLS) else ["--no-verify", "--no-bodies"]
+            with _test_server(*line) as endpoint_url:
+                client = {"region_name": "us-east-1", **({"verify": authority} if authority else {})}
+                options = {"key": "test", "secret": "testsecret", "endpoint_url": endpoint_url, "client_kwargs": client}
                 uri = f"s3://{_BUCKET}/{name}"
                 yield Place(uri=uri, storage_options=options, endpoint_url=endpoint_url, authority=authority)
         return
@@ -132,7 +130,12 @@ def opened_place(
         made = [*takewhile(lambda path: not os.path.lexists(path), (above, *above.parents))]
         place = Place(uri=str(above / name))
         try:
-            _create(place.path)
+            try:
+                place.path.mkdir(parents=True)
+            except OSError as error:
+                what = f"Creating a directory in {above}"
+                raise posix.translate(error, what=what, file=place.uri, directory=str(above)) from error
+            posix.spread_directories(place.uri)  # no turn pays for the deletions of another one
             yield place
         finally:
             shutil.rmtree(place.path, ignore_errors=True)
@@ -147,32 +150,17 @@ def opened_place(
         place.remove(place.uri)
 
 
-def _create(directory: Path) -> None:
-    """Create the directory of a run. Raises StorageError."""
-    try:
-        directory.mkdir(parents=True)
-    except OSError as error:
-        above, file = str(directory.parent), str(directory)
-        raise posix.translate(error, what=f"Creating a directory in {above}", file=file, directory=above) from error
-    posix.spread_directories(str(directory))  # no turn pays for the deletions of another one
-
-
 @contextmanager
-def _test_server(*line: str, keeps_bodies: bool) -> Iterator[str]:
-    """Run the S3 server in memory, in a process of its own, so that its work does not count as the client's.
-
-    Without `keeps_bodies` it receives large bodies into the same memory again and again.
-    """
-    # New memory can cost a server several times the transfer, and SHA-256 even more for some clients.
-    command = [sys.executable, "-m", "ckptstore.testing.s3_server", "--bucket", _BUCKET]
-    command += [*line] if keeps_bodies else [*line, "--no-verify", "--no-bodies"]
+def _test_server(*line: str) -> Iterator[str]:
+    """Run the S3 server in memory, in a process of its own, so that its work does not count as the client's."""
+    command = [sys.executable, "-m", "ckptstore.testing.s3_server", "--bucket", _BUCKET, *line]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
-            endpoint_url = server.stdout.readline().strip()
-            if not endpoint_url:
+            if endpoint_url := server.stdout.readline().strip():
+                yield endpoint_url
+            else:
                 raise RuntimeError("The S3 test server did not start")
-            yield endpoint_url
         finally:
             server.kill()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -88,8 +88,18 @@ def settle(directory: Path) -> None:
     os.close(above)
 
 
-def read_into(target: memoryview, paths: list[Path], *, num_threads: int, block_bytes: int = MIB) -> None:
-    """Fill memory from the beginning of files, one after another, block by block."""
+def read_into(
+    target: memoryview,
+    paths: Sequence[Path],
+    *,
+    num_threads: int,
+    block_bytes: int = MIB,
+    then: Callable[[int, int], object] = lambda start, end: None,
+) -> None:
+    """Fill memory from the beginning of files, one after another, block by block; call with the bounds of each block.
+
+    Raises OSError for a file that got shorter.
+    """
     blocks = []
     start = 0
     files = [os.open(path, os.O_RDONLY) for path in paths]
@@ -100,7 +110,10 @@ def read_into(target: memoryview, paths: list[Path], *, num_threads: int, block_
 
     def work(number: int) -> None:
         for file, offset, place, size_bytes in blocks[number::num_threads]:
-            os.preadv(file, [target[place : place + min(block_bytes, size_bytes - offset)]], offset)
+            end = place + min(block_bytes, size_bytes - offset)
+            if os.preadv(file, [target[place:end]], offset) != end - place:
+                raise OSError(f"a file is shorter than {size_bytes} bytes")
+            then(place, end)
 
     in_threads(num_threads, work)
     for file in files:

@@ -39,7 +39,7 @@ from ckptstore.tools.bench.peers.registry import TABLES
 from ckptstore.tools.bench.shapes import NUMBER_BYTES, state_bytes
 from ckptstore.tools.bench.timeline import aligned, straggler
 from ckptstore.tools.bench.work import Task, work
-from ckptstore.tools.bench.workloads import GPU_TABLES, VIEW_NAMES, fast_nodes, files_of, finding, on_device, scaling
+from ckptstore.tools.bench.workloads import GPU_TABLES, VIEW_NAMES, fast_nodes, finding, on_device, scaling, with_files
 
 T = TypeVar("T")
 
@@ -57,7 +57,6 @@ _STATES = {
 }
 """The most states at a time on the disk, and in memory, as multiples of the size; on the disk also the checkpoints of
 each peer that loads."""
-_OF_FILES = ("directory", "node-cache")
 _OF_PARTS = {"ls": finding, "tier": fast_nodes, "gpu": on_device}
 """Those that consist of several contests."""
 
@@ -122,7 +121,8 @@ def opened(options: Options, storage_options: Mapping[str, Any]) -> Iterator[tup
             place,
             disk_bytes=size_bytes * max(_states_on_disk(name, options, place) for name in options.workloads),
             memory_bytes=size_bytes * max(_STATES[name][1] for name in options.workloads),
-            temporary_bytes=size_bytes * (2 if {*_OF_FILES} & {*options.workloads} else int(options.wants("ray"))),
+            temporary_bytes=size_bytes
+            * (2 if {"directory", "node-cache"} & {*options.workloads} else int(options.wants("ray"))),
         )
         yield place, size_bytes
 
@@ -223,16 +223,6 @@ def in_ranks(task: Task, ranks: int, function: Callable[..., T], *args: Any) -> 
     if server.authority is not None:
         env |= dict.fromkeys(("AWS_CA_BUNDLE", "SSL_CERT_FILE"), server.authority)
     return run_ranks(ranks, function, *args, timeout_seconds=_TIMEOUT_SECONDS, env=env)
-
-
-@contextmanager
-def with_files(task: Task) -> Iterator[tuple[Task, dict[str, Any]]]:
-    """Yield the task with the files that its workload saves, if it saves some, and the facts of them."""
-    if task.name not in _OF_FILES:
-        yield task, {}
-        return
-    with files_of(task) as (files, facts):
-        yield replace(task, files=str(files)), facts
 
 
 def join(task: Task, found: Sequence[Mapping[str, Any]]) -> Workload:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ckptstore.format.changes import Claim, Commit
@@ -36,11 +37,15 @@ _SMALL_BYTES = 10 << 10
 
 
 @contextmanager
-def files_of(task: Task, num_files: int | None = None) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Create the directories to save: one for each rank, or for "node-cache" one for all.
+def with_files(task: Task, num_files: int | None = None) -> Iterator[tuple[Task, dict[str, Any]]]:
+    """Yield the task with the files that its workload saves, if it saves some, and the facts of them.
 
-    They have large files or, for the shape "files", many of 10 KiB, or `num_files` in all.
+    There are directories of each rank, or for "node-cache" one for all. They have large files or, for the shape
+    "files", many of 10 KiB, or `num_files` in all.
     """
+    if task.name not in ("directory", "node-cache"):
+        yield task, {}
+        return
     shares = 1 if task.name == "node-cache" else task.options.ranks
     if num_files is None:
         is_small = task.options.shape == "files"
@@ -59,7 +64,7 @@ def files_of(task: Task, num_files: int | None = None) -> Iterator[tuple[Path, d
                     for start in range(0, file_bytes, len(pattern)):
                         file.write(pattern[: file_bytes - start])
         os.sync()
-        yield Path(directory) / "source", {"files": each * shares, "file_bytes": file_bytes}
+        yield replace(task, files=f"{directory}/source"), {"files": each * shares, "file_bytes": file_bytes}
 
 
 _NUM_LOCAL = (1, 100, 1000)
@@ -198,25 +203,21 @@ def fast_nodes(task: Task, contests: Contests) -> Iterator[Workload]:
         found = contests(list(tasks.values()), task.options.ranks * tier.NUM_NODES)
     for (name, suffix), workload in zip(tasks, found, strict=True):
         for view in _VIEWS[name]:
-            yield _seen(workload, view, suffix, _facts(view, workload, *lines[suffix]))
+            yield _seen(workload, view, suffix, *lines[suffix])
 
 
-def _facts(view: _View, found: Workload, bytes_per_second: float | None, latency_seconds: float) -> dict[str, Any]:
-    line = "the bucket answers at full speed"
+def _seen(found: Workload, view: _View, suffix: str, bytes_per_second: float | None, seconds: float) -> Workload:
+    """Return the part of a contest that the view shows, with the facts of the line to the bucket."""
+    line_text = "the bucket answers at full speed"
     if bytes_per_second is not None:
-        line = f"the line to the bucket has {bytes_per_second / 1e6:g} MB/s and {latency_seconds * 1000:g} ms"
-    facts: dict[str, Any] = {"nodes": tier.NUM_NODES, "line": line}
+        line_text = f"the line to the bucket has {bytes_per_second / 1e6:g} MB/s and {seconds * 1000:g} ms"
+    facts: dict[str, Any] = {"nodes": tier.NUM_NODES, "line": line_text}
     ours = found.measured(view.ours.name)
     if view.name in ("tier-complete", "tier-copies") and ours is not None:
         facts["requests to the bucket before it was complete"] = max(one.requests or 0 for one in ours.samples)
     if view.name == "tier-steps" and ours is not None:  # all of it: the steps went on when the drain was over
         most_bytes = max(one.sent_bytes or 0 for one in ours.samples)
         facts["share of the drain in requests that ended beside the steps"] = round(most_bytes / found.size_bytes, 2)
-    return facts
-
-
-def _seen(found: Workload, view: _View, suffix: str, facts: Mapping[str, Any]) -> Workload:
-    """Return the part of a contest that the view shows."""
     beside = {getattr(one, "name", one) for one in view.beside}
     outcomes = [replace(one, name=OURS) for one in found.outcomes if one.name == view.ours.name]
     outcomes += [
@@ -259,15 +260,23 @@ _FILES_BYTES = 256 << 20
 _TIMEOUT_SECONDS = 1800.0
 _SHOWN_CHARACTERS = 500
 _LATENCY_SECONDS = 0.005
-_FIGURES = ("seconds", "requests", "cpu_seconds", "peak_bytes")
-_SHARDED_FIGURES = ("seconds", "cpu_seconds", "peak_bytes", "told_bytes", "agree_bytes", "outline_bytes")
+SIMULATIONS: Mapping[str, tuple[str, Callable[..., dict[str, Any]], Sequence[str]]] = {
+    "simulated": ("commit", commit_of, ("seconds", "requests", "cpu_seconds", "peak_bytes")),
+    "sharded": (
+        "fully sharded state",
+        commit_of_sharded,
+        ("seconds", "cpu_seconds", "peak_bytes", "told_bytes", "agree_bytes", "outline_bytes"),
+    ),
+}
+"""Commits of a real leader with many simulated ranks: of a directory, on a local disk whose latency is injected, and of
+a state of many tensors, each divided over all ranks, without latency. Each has the figures whose laws are fitted."""
 
 Show = Callable[[str, int, int], None]
 
 
 def scaling(task: Task, contests: Contests, show: Show) -> dict[str, Any]:
     """Return curves of real processes, and of simulated ranks with the law of their growth."""
-    options, place = task.options, task.place
+    options = task.options
     ranks = [_point(count, task, contests, count) for count in REAL_RANKS if count <= max(8, options.ranks)]
     sizes = []
     for part in _SIZES:
@@ -275,77 +284,60 @@ def scaling(task: Task, contests: Contests, show: Show) -> dict[str, Any]:
         sizes.append(_point(size_bytes, replace(task, size_bytes=size_bytes), contests, options.ranks))
     files, some = [], replace(task, name="directory", size_bytes=min(task.size_bytes, _FILES_BYTES))
     for count in _FILE_COUNTS:  # the same bytes in more and more files
-        with files_of(some, count) as (path, facts):
-            files.append(_point(facts["files"], replace(some, files=str(path)), contests, options.ranks))
+        with with_files(some, count) as (ready, facts):
+            files.append(_point(facts["files"], ready, contests, options.ranks))
     latency_seconds = _LATENCY_SECONDS if options.latency_seconds is None else options.latency_seconds
     return {
         "real": {"ranks": ranks, "bytes": sizes, "files": files},
-        "simulated": simulate(place, max_ranks=options.max_ranks, latency_seconds=latency_seconds, show=show),
-        "sharded": simulate_sharded(place, max_ranks=options.max_ranks, show=show),
+        "simulated": simulate("simulated", task.place, options.max_ranks, show, latency_seconds=latency_seconds),
+        "sharded": simulate("sharded", task.place, options.max_ranks, show, tensors=NUM_TENSORS),
     }
 
 
 def _point(at: int, task: Task, contests: Contests, ranks: int) -> dict[str, Any]:
     """Return median and samples of the seconds of each measured contender at a point; and the absent ones."""
-    found: Workload = contests([task], ranks)[0]
+    (found,) = contests([task], ranks)
     seconds = {one.name: {"median": found.median(one), "samples": found.figures(one)} for one in found.all_measured()}
     return {"at": at, "size_bytes": found.size_bytes, "seconds": seconds, "absent": absent(found)}
 
 
-def simulate(place: Place, *, max_ranks: int, latency_seconds: float, show: Show) -> dict[str, Any]:
-    """Measure commits of a real leader with so many simulated ranks, and the laws that fit.
-
-    On a local disk, whose latency is injected.
-    """
-    found = _points(place, max_ranks, "commit", commit_of, latency_seconds, show=show)
-    return {"latency_seconds": latency_seconds, **found, "laws": laws(found["points"], _FIGURES)}
-
-
-def simulate_sharded(place: Place, *, max_ranks: int, show: Show) -> dict[str, Any]:
-    """Measure commits of a state of many tensors, each divided over all ranks, which torch.distributed connects.
-
-    Without latency.
-    """
-    found = _points(place, max_ranks, "fully sharded state", commit_of_sharded, NUM_TENSORS, show=show)
-    return {"tensors": NUM_TENSORS, **found, "laws": laws(found["points"], _SHARDED_FIGURES)}
-
-
-def _points(
-    place: Place, max_ranks: int, what: str, commit: Callable[..., dict[str, Any]], *more: Any, show: Show
-) -> dict[str, Any]:
-    """Return the measurements of `commit` for a directory, a number of ranks and more, each in a process of its own.
+def simulate(kind: str, place: Place, max_ranks: int, show: Show, **setting: float) -> dict[str, Any]:
+    """Return the setting, measurements for more and more ranks, each in a process of its own, and the laws that fit.
 
     Where one fails, its reason stands for all of more ranks.
     """
+    what, commit, figures = SIMULATIONS[kind]
     above = place.path if place.is_local else None
     points: list[dict[str, Any]] = []
-    for count in [count for count in SIMULATED_RANKS if count <= max_ranks]:
+    failed: list[str] = []
+    for count in SIMULATED_RANKS:
+        if count > max_ranks or failed:
+            break
         show(f"ranks: {what} of {count} simulated ranks", len(points), len(SIMULATED_RANKS))
-        with tempfile.TemporaryDirectory(prefix="ckptstore-bench-ranks-", dir=above) as directory:
+        with tempfile.TemporaryDirectory(prefix="ckptstore-bench-ranks-", dir=above) as name:
             try:
-                points += run_ranks(1, commit, f"{directory}/run", count, *more, timeout_seconds=_TIMEOUT_SECONDS)
+                points += run_ranks(
+                    1, commit, f"{name}/run", count, *setting.values(), timeout_seconds=_TIMEOUT_SECONDS
+                )
             except RanksFailed as error:
-                reason = f"failed: {what} of {count} simulated ranks: {str(error)[:_SHOWN_CHARACTERS]}"
-                return {"points": points, "absent": [reason]}
-    return {"points": points, "absent": []}
+                failed = [f"failed: {what} of {count} simulated ranks: {str(error)[:_SHOWN_CHARACTERS]}"]
+    return {**setting, "points": points, "absent": failed, "laws": laws(points, figures)}
 
 
 def laws(points: Sequence[Mapping[str, Any]], figures: Sequence[str]) -> dict[str, Any]:
     """For each figure return the fitted line, and the power of the ranks by which it grows between the two largest."""
     found: dict[str, Any] = {}
-    if len(points) < 2:
-        return found
     numbers = [float(point["ranks"]) for point in points]
-    for name in figures:
+    for name in figures if len(points) > 1 else ():
         values = [point[name] for point in points]
-        if any(value is None for value in values):
+        if None in values:
             continue
         base, slope, error = line(numbers, values)
         found[name] = {
             "base": base,
             "slope": slope,
             "error": round(error, 4),
-            "exponent": round(exponent(numbers[-2:], values[-2:]), 3),
+            "exponent": round(exponent(numbers, values), 3),
             "text": f"{base:.4g} + {slope:.4g} n (within {error:.0%})",
         }
     return found
@@ -357,24 +349,14 @@ def line(numbers: Sequence[float], values: Sequence[float]) -> tuple[float, floa
 
     Raises ValueError for fewer than two different numbers.
     """
-    base, slope = _fitted(numbers, values, [1.0 / max(1e-12, value) ** 2 for value in values])
-    errors = [abs(base + slope * n - v) / max(1e-12, v) for n, v in zip(numbers, values, strict=True)]
-    return base, slope, max(errors)
+    if len({*numbers}) < 2:
+        raise ValueError("a line takes two different numbers")
+    weights = [1.0 / max(1e-12, value) for value in values]
+    slope, base = map(float, np.polyfit(numbers, values, 1, w=weights))
+    return base, slope, max(abs(base + slope * n - v) * w for n, v, w in zip(numbers, values, weights, strict=True))
 
 
 def exponent(numbers: Sequence[float], values: Sequence[float]) -> float:
-    """Return the power of n by which values grow: 1 is linear, 2 quadratic. Raises ValueError below two numbers."""
-    logarithms = [math.log(max(1e-12, value)) for value in values]
-    return _fitted([math.log(number) for number in numbers], logarithms, [1.0] * len(values))[1]
-
-
-def _fitted(xs: Sequence[float], ys: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
-    """Return base and slope of the line with the smallest weighted squares. Raises ValueError below two numbers."""
-    total = sum(weights)
-    mean_x = sum(w * x for w, x in zip(weights, xs, strict=True)) / total
-    mean_y = sum(w * y for w, y in zip(weights, ys, strict=True)) / total
-    spread = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, xs, strict=True))
-    if spread <= 0:
-        raise ValueError("a law takes two different numbers")
-    slope = sum(w * (x - mean_x) * (y - mean_y) for w, x, y in zip(weights, xs, ys, strict=True)) / spread
-    return mean_y - slope * mean_x, slope
+    """Return the power of n by which values grow between the last two numbers: 1 is linear, 2 quadratic."""
+    before, after = (max(1e-12, value) for value in values[-2:])
+    return math.log(after / before) / math.log(numbers[-1] / numbers[-2])

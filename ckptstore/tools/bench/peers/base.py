@@ -55,6 +55,8 @@ class Contender:
     """The modules that must be installed."""
     packages: ClassVar[Sequence[str]] = ()
     """The packages whose versions are recorded."""
+    in_background: ClassVar[bool] = False
+    """True if `save` returns when the state may change, and the rest goes on."""
     checks: ClassVar[str] = "nothing"
     """Its checks against damage, while it is timed."""
     warmed: ClassVar[Sequence[str]] = ()
@@ -94,6 +96,14 @@ class Contender:
 
     def save(self, place: str) -> Wait | None:
         """Save the case's state; return a function that waits for the rest, None when all is done."""
+        wait = self.start(place)
+        if wait is None or self.in_background:
+            return wait
+        wait()
+        return None
+
+    def start(self, place: str) -> Wait | None:
+        """Start to save; return as `save` does, in the background or not."""
         raise NotImplementedError(f"{self.name} does not save")
 
     def staged(self) -> None:

@@ -72,7 +72,7 @@ class Dcp(Contender):
         """DCP's own planner (None), or one with cached plans."""
         return save_planner_with_cache(f"{self.name} {self.settings}") if self.settings.get("cached_plans") else None
 
-    def save(self, place: str) -> Wait | None:
+    def start(self, place: str) -> Wait | None:
         save(
             dict(self.case.state),
             storage_writer=self.writer(place),
@@ -193,6 +193,7 @@ class AsyncDcp(Dcp):
 
     name = "dcp.async_save, thread"
     needs = ("any", "")
+    in_background = True
     kind: ClassVar[AsyncCheckpointerType] = AsyncCheckpointerType.THREAD
     staging: Future[None] | None = None
     """The end of the copy of the last save."""
@@ -236,7 +237,7 @@ class AsyncDcp(Dcp):
         """Its way to the other ranks."""
         return {"no_dist": self.case.alone}
 
-    def save(self, place: str) -> Wait | None:
+    def start(self, place: str) -> Wait | None:
         found = async_save(
             dict(self.case.state),
             storage_writer=self.writer(place),

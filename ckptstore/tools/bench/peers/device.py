@@ -6,9 +6,8 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
@@ -23,7 +22,7 @@ from ckptstore.tools.bench.peers.dcp import AsyncDcp
 from ckptstore.tools.bench.peers.files import Safetensors
 from ckptstore.tools.bench.peers.limits import RawDiskLoad
 from ckptstore.tools.bench.peers.own import Ckptstore
-from ckptstore.tools.bench.raw import MIB
+from ckptstore.tools.bench.raw import MIB, read_into
 
 _BLOCK_BYTES = 16 * MIB
 _PINNED_BEHIND = {"pinned": True, "behind": True}
@@ -132,11 +131,10 @@ class PinnedCopy(Contender):
             torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=case.is_cuda).zero_() for tensor in self._tensors
         ]
 
-    def save(self, place: str) -> Wait | None:
+    def save(self, place: str) -> None:
         for host, tensor in zip(self._hosts, self._tensors, strict=True):
             host.copy_(tensor, non_blocking=True)
         self.case.synchronize()
-        return None
 
     def close(self) -> None:
         self._tensors, self._hosts = [], []
@@ -155,21 +153,13 @@ class RawToDevice(RawDiskLoad):
 
     def load(self, place: str) -> None:
         host: Any = self._host.numpy()
-        view, start, blocks = memoryview(host), 0, []
-        for path in sorted(self.directory(place).iterdir()):
-            size_bytes = path.stat().st_size
-            blocks += [(path, offset, start + offset, size_bytes) for offset in range(0, size_bytes, _BLOCK_BYTES)]
-            start += size_bytes
 
-        def read(path: Path, offset: int, begin: int, size_bytes: int) -> None:
-            end = begin + min(_BLOCK_BYTES, size_bytes - offset)
-            with path.open("rb", buffering=0) as file:
-                if os.preadv(file.fileno(), [view[begin:end]], offset) != end - begin:
-                    raise OSError(f"{path} is shorter than {size_bytes} bytes")
-            self._device[begin:end].copy_(self._host[begin:end], non_blocking=True)
+        def to_device(start: int, end: int) -> None:
+            self.case.enter_thread()
+            self._device[start:end].copy_(self._host[start:end], non_blocking=True)
 
-        with ThreadPoolExecutor(self.settings["threads"], initializer=self.case.enter_thread) as pool:
-            list(pool.map(lambda block: read(*block), blocks))
+        paths, num_threads = sorted(self.directory(place).iterdir()), self.settings["threads"]
+        read_into(memoryview(host), paths, num_threads=num_threads, block_bytes=_BLOCK_BYTES, then=to_device)
         self.case.synchronize()
 
 

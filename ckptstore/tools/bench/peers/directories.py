@@ -27,7 +27,7 @@ from ckptstore.storage.uri import parse_uri
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.report import Role
-from ckptstore.tools.bench.peers.base import BY_ARROW, BY_FSSPEC, FSSPEC, ZIPPED, Contender, Settings, Wait
+from ckptstore.tools.bench.peers.base import BY_ARROW, BY_FSSPEC, FSSPEC, ZIPPED, Contender, Settings, Wait, variant
 from ckptstore.tools.bench.peers.files import OneFile
 from ckptstore.tools.bench.peers.own import STEP, DirectoryCkptstore
 from ckptstore.tools.bench.raw import read_into
@@ -82,7 +82,7 @@ class RayPersist(Contender):
             Path(above).mkdir(parents=True, exist_ok=True)
         self._context = StorageContext(above, name, storage_filesystem=arrow_filesystem(self.case.place))
 
-    def save(self, place: str) -> Wait | None:
+    def start(self, place: str) -> Wait | None:
         self.upload(str(self.case.files), place)
         return None
 
@@ -106,10 +106,13 @@ class RayReport(RayPersist, OneFile):
         super().prepare(place)
         self._staged = tempfile.TemporaryDirectory(dir=self.case.place.path if self.case.place.is_local else None)
 
-    def save(self, place: str) -> Wait | None:
+    def start(self, place: str) -> Wait | None:
+        """Write the file, and have a thread persist it: with ASYNC, `report` returns when the file exists."""
         torch.save(self.case.local, self.path(self._staged.name))
-        self.upload(self._staged.name, place)
-        return None
+        pool = ThreadPoolExecutor(1)
+        done = pool.submit(self.upload, self._staged.name, place)
+        pool.shutdown(wait=False)
+        return done.result
 
     def persist(self, path: str) -> None:
         super().persist(self.path(f"{path}/{RAY_NAME}"))
@@ -127,17 +130,8 @@ class RayReport(RayPersist, OneFile):
             self.fill(torch.load(self.path(directory), mmap=mmap, weights_only=True))
 
 
-class RayReportAsync(RayReport):
-    """The same with `CheckpointUploadMode.ASYNC`: `report` returns when the file exists, and a thread persists it."""
-
-    name = "Ray Train, torch.save and persist, ASYNC"
-
-    def save(self, place: str) -> Wait | None:
-        torch.save(self.case.local, self.path(self._staged.name))
-        pool = ThreadPoolExecutor(1)
-        done = pool.submit(self.upload, self._staged.name, place)
-        pool.shutdown(wait=False)
-        return done.result
+RayReportAsync = variant(RayReport, name="Ray Train, torch.save and persist, ASYNC", in_background=True)
+"""The same with `CheckpointUploadMode.ASYNC`."""
 
 
 class CopyRecursively(Contender):
@@ -323,11 +317,10 @@ class RawDownload(OnNode):
     def prepare(self, place: str) -> None:
         self._storage: Storage = open_storage(place, storage_options=self.case.place.storage_options)
 
-    def save(self, place: str) -> Wait | None:
+    def save(self, place: str) -> None:
         if self.case.rank == 0:
             for path in self._files():
                 self._storage.write(path.name, [memoryview(path.read_bytes())])
-        return None
 
     def _files(self) -> list[Path]:
         return sorted(path for path in self.case.files.rglob("*") if path.is_file())

@@ -32,7 +32,7 @@ class OneFile(Contender):
         if self.case.place.is_local:
             Path(place).mkdir(parents=True, exist_ok=True)
 
-    def save(self, place: str) -> Wait | None:
+    def start(self, place: str) -> Wait | None:
         self.write(self.path(place))
         self.persist(self.path(place))
         return None
@@ -198,8 +198,9 @@ class AsyncLightning(Lightning):
     """`TorchCheckpointIO` from the thread of its `AsyncCheckpointIO`, which copies the tensors first."""
 
     name = "Lightning AsyncCheckpointIO"
+    in_background = True
 
-    def save(self, place: str) -> Wait | None:
+    def start(self, place: str) -> Wait | None:
         from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
         background = AsyncCheckpointIO(self.io)

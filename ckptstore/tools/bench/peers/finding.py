@@ -15,7 +15,7 @@ from ckptstore.store import CheckpointStore
 from ckptstore.testing import CountCalls, with_faults
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.figures.report import OURS, Role
-from ckptstore.tools.bench.peers.base import Contender, Wait
+from ckptstore.tools.bench.peers.base import Contender
 
 
 class Latest(Contender):
@@ -28,17 +28,16 @@ class Latest(Contender):
     def prepare(self, place: str) -> None:
         self._counted = CountCalls()
 
-    def opened(self) -> CheckpointStore:
-        """Open the store of the case."""
-        place = self.case.place
-        return with_faults(open_store(place.uri, storage_options=place.storage_options), self._counted)
+    def save(self, place: str) -> None:
+        options = self.case.place.storage_options
+        with with_faults(open_store(self.case.place.uri, storage_options=options), self._counted) as store:
+            self.look(store)
 
-    def save(self, place: str) -> Wait | None:
-        with self.opened() as store:
-            found = store.latest()
+    def look(self, store: CheckpointStore) -> None:
+        """Find what is to be found."""
+        found = store.latest()
         assert found is not None
         assert found.step == self.case.num_checkpoints - 1
-        return None
 
     def requests(self) -> int:
         return self._counted.total - self._counted.counts["close"]
@@ -49,10 +48,8 @@ class Listing(Latest):
 
     name = "ckptstore, listing"
 
-    def save(self, place: str) -> Wait | None:
-        with self.opened() as store:
-            assert len(store.entries()) == self.case.num_checkpoints
-        return None
+    def look(self, store: CheckpointStore) -> None:
+        assert len(store.entries()) == self.case.num_checkpoints
 
 
 class RawListing(Latest):
@@ -61,11 +58,8 @@ class RawListing(Latest):
     name, family = "one listing of the log", "limit"
     role: ClassVar[Role] = "limit"
 
-    def save(self, place: str) -> Wait | None:
-        storage = job_of(self.opened()).storage
-        assert len([*storage.list("log/")]) > self.case.num_checkpoints
-        storage.close()
-        return None
+    def look(self, store: CheckpointStore) -> None:
+        assert len([*job_of(store).storage.list("log/")]) > self.case.num_checkpoints
 
 
 class Finder(Contender):
@@ -96,9 +90,8 @@ class Finder(Contender):
         for step in range(self.case.num_checkpoints):
             (self._above / self.directory.format(step)).mkdir(parents=True, exist_ok=True)
 
-    def save(self, place: str) -> Wait | None:
+    def save(self, place: str) -> None:
         assert self.newest(self._above) == self.case.num_checkpoints - 1
-        return None
 
 
 class OrbaxFinder(Finder):

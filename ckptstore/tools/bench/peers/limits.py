@@ -23,7 +23,7 @@ from ckptstore.storage.open import open_storage
 from ckptstore.storage.uri import parse_uri
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.figures.report import Role
-from ckptstore.tools.bench.peers.base import Contender, Settings, Wait
+from ckptstore.tools.bench.peers.base import Contender, Settings
 from ckptstore.tools.bench.raw import MIB, Memory, copy, in_threads, read_into, write
 
 _REQUEST_BYTES = 16 * MIB
@@ -79,9 +79,8 @@ class RawDisk(Limit):
             for kind, block_bytes, one_file in itertools.product(kinds, (MIB, 4 * MIB, 16 * MIB), (True, False))
         ]
 
-    def save(self, place: str) -> Wait | None:
+    def save(self, place: str) -> None:
         self.write(self.directory(place))
-        return None
 
     def write(self, directory: Path) -> None:
         """Write the bytes of this rank."""
@@ -122,10 +121,9 @@ class BothCopies(RawNode):
 
     name = "raw disk, both copies"
 
-    def save(self, place: str) -> Wait | None:
+    def save(self, place: str) -> None:
         for owner in ("own", "partner"):
             self.write(self.directory(place) / owner)
-        return None
 
     def prepare(self, place: str) -> None:
         super().prepare(place)
@@ -139,41 +137,36 @@ class RawRequests(Limit):
     needs = ("bucket", "there is a disk")
     tried = ({"threads": 4}, {"threads": 16})
 
-    def __init__(self, case: Case, **settings: Any) -> None:
-        super().__init__(case, **settings)
-        self._opened: dict[str, Storage] = {}
-
-    def _storage(self, place: str) -> Storage:
-        if place not in self._opened:
-            self._opened[place] = open_storage(place, storage_options=self.case.place.storage_options)
-        return self._opened[place]
+    _storage: Storage | None = None
 
     def prepare(self, place: str) -> None:
         super().prepare(place)
-        self._storage(place)
+        self._close_storage()
+        self._storage = open_storage(place, storage_options=self.case.place.storage_options)
 
-    def save(self, place: str) -> Wait | None:
-        storage = self._storage(place)
-        self._each(lambda key, view: storage.write(key, [view]))
-        return None
+    def save(self, place: str) -> None:
+        self._each(lambda storage, key, view: storage.write(key, [view]))
 
     def load(self, place: str) -> None:
-        storage = self._storage(place)
-        self._each(lambda key, view: storage.read_into(key, 0, [view]))
+        self._each(lambda storage, key, view: storage.read_into(key, 0, [view]))
 
-    def _each(self, call: Callable[[str, memoryview], object]) -> None:
+    def _each(self, call: Callable[[Storage, str, memoryview], object]) -> None:
         """Call with the key and the bytes of each request."""
+        storage = self._storage
+        assert storage is not None
 
         def move(start: int) -> None:
-            call(f"raw/{self.case.rank}-{start}", self.memory.view[start : start + _REQUEST_BYTES])
+            call(storage, f"raw/{self.case.rank}-{start}", self.memory.view[start : start + _REQUEST_BYTES])
 
         with ThreadPoolExecutor(self.settings["threads"]) as pool:
             list(pool.map(move, range(0, self.size_bytes, _REQUEST_BYTES)))
 
+    def _close_storage(self) -> None:
+        if self._storage is not None:
+            self._storage.close()
+
     def close(self) -> None:
-        for storage in self._opened.values():
-            storage.close()
-        self._opened.clear()
+        self._close_storage()
         super().close()
 
 
@@ -188,7 +181,7 @@ class PlainSockets(Limit):
             return "they have no TLS"
         return None if case.place.endpoint_url else "only the test server takes what nobody signed"
 
-    def save(self, place: str) -> Wait | None:
+    def save(self, place: str) -> None:
         url, location, view = urlsplit(str(self.case.place.endpoint_url)), parse_uri(place), self.memory.view
 
         def put(first: int) -> None:
@@ -202,7 +195,6 @@ class PlainSockets(Limit):
                         raise OSError(f"{path}: {answer.status} {text!r}")
 
         in_threads(_CORES, put)
-        return None
 
 
 class Memcpy(Limit):
@@ -215,9 +207,8 @@ class Memcpy(Limit):
         super().__init__(case, **settings)
         self._target = Memory(self.size_bytes)
 
-    def save(self, place: str) -> Wait | None:
+    def save(self, place: str) -> None:
         copy(self._target, self.memory, num_threads=self.settings["threads"])
-        return None
 
     def close(self) -> None:
         self._target.close()
@@ -246,13 +237,12 @@ class Loopback(Limit):
     def prepare(self, place: str) -> None:
         """Allocate nothing: the tensors themselves are sent."""
 
-    def save(self, place: str) -> Wait | None:
+    def save(self, place: str) -> None:
         with ThreadPoolExecutor(2 * len(self._out)) as pool:
             sent = [pool.submit(_send, one, share) for one, share in zip(self._out, self._shares, strict=True)]
             received = [pool.submit(_receive, one, size) for one, size in zip(self._in, self._expected, strict=True)]
             for done in (*sent, *received):
                 done.result()
-        return None
 
     def close(self) -> None:
         for one in (*self._out, *self._in):

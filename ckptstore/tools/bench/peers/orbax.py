@@ -46,12 +46,7 @@ class Orbax(Contender):
             )
         )
 
-    def save(self, place: str) -> Wait | None:
-        self.begin(place)()
-        return None
-
-    def begin(self, place: str) -> Wait:
-        """Begin to save; return a function that waits for the rest."""
+    def start(self, place: str) -> Wait | None:
         import orbax.checkpoint as ocp
 
         self._checkpointer.save(f"{place}/tree", args=ocp.args.PyTreeSave(self._tree))
@@ -74,7 +69,7 @@ class Orbax(Contender):
         self._checkpointer.close()
 
 
-AsyncOrbax = variant(Orbax, name="Orbax, async", save=Orbax.begin)
+AsyncOrbax = variant(Orbax, name="Orbax, async", in_background=True)
 """Orbax in the background. Arrays of JAX never change, so on a CPU it has nothing to copy before it returns."""
 
 

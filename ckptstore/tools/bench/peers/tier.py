@@ -18,7 +18,7 @@ from ckptstore.store import CheckpointStore
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.report import OURS, Role
-from ckptstore.tools.bench.peers.base import Contender, Settings, Wait, variant
+from ckptstore.tools.bench.peers.base import Contender, Settings, variant
 from ckptstore.tools.bench.peers.dcp import AsyncDcp, AsyncDcpProcess, DcpFsspec, DcpS3
 from ckptstore.tools.bench.peers.directories import RayReportAsync
 from ckptstore.tools.bench.peers.files import AsyncLightning, S3Checkpoint
@@ -217,9 +217,8 @@ class CappedDrain(Contender):
         self._step += 1
         self._store.save(self._step, self.case.state)
 
-    def save(self, place: str) -> Wait | None:
+    def save(self, place: str) -> None:
         self._train(self._num_steps)
-        return None
 
     def after(self, place: str) -> None:
         if self._store is not None:

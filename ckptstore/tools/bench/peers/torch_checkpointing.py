@@ -67,12 +67,7 @@ class TorchCheckpointing(Contender):
     def _payload(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         return {item: {name: state[name] for name in names} for item, names in self._items.items()}
 
-    def save(self, place: str) -> Wait | None:
-        self.begin(place)()
-        return None
-
-    def begin(self, place: str) -> Wait:
-        """Begin to save; return a function that waits for the rest."""
+    def start(self, place: str) -> Wait | None:
         future = self._manager.save(place, self._payload(self.case.state))
 
         def wait() -> None:
@@ -101,7 +96,7 @@ class AsyncTorchCheckpointing(TorchCheckpointing):
 
     name = "torch_checkpointing, async"
     tried = ({"thread_count": 2, "shared_memory": True}, {"thread_count": 2, "shared_memory": False})
-    save = TorchCheckpointing.begin
+    in_background = True
 
     def saver(self, writer: Any) -> Any:
         from torch_checkpointing.config import AsyncCheckpointSaverConfig
