@@ -78,14 +78,16 @@ def write(
             os.fsync(file)
         os.close(file)
     if durable:
-        settle(directory)
+        sync(directory)
 
 
-def settle(directory: Path) -> None:
-    """Have the file system finish removals and creations in a directory, without waiting for others' writes."""
-    above = os.open(directory, os.O_RDONLY)
-    os.fsync(above)
-    os.close(above)
+def sync(path: Path) -> None:
+    """Call fsync for a file, or for a directory: its removals and creations are finished, others' writes go on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_into(

@@ -21,7 +21,7 @@ from ckptstore.tools.bench.destination import drop_caches, read_through
 from ckptstore.tools.bench.figures.report import Sample, WorkloadOutcome
 from ckptstore.tools.bench.measure import Meter
 from ckptstore.tools.bench.peers.base import Contender, Settings
-from ckptstore.tools.bench.raw import settle
+from ckptstore.tools.bench.raw import sync
 
 T = TypeVar("T")
 
@@ -220,7 +220,7 @@ class Contest:
         if self.case.rank == 0:
             self.case.place.remove(place)
             if self.case.place.is_local:
-                settle(self.case.place.path)
+                sync(self.case.place.path)
 
     def _even_caches(self, place: str) -> None:
         """Bring all files to be read into the page cache, or none."""

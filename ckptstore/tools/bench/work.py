@@ -85,18 +85,13 @@ def _turns(case: Case, task: Task) -> dict[str, Any]:
             with open(task.progress, "a") as file:
                 file.write(json.dumps({"turn": text, "total": total}) + "\n")
 
-    contest = contest_of(task, case, tell)
+    contest = task.table.contest(case, task.table.action, figure=task.table.figure, tell=tell)
     outcomes: list[WorkloadOutcome] = contest.run(task.contenders(), repeat=task.options.repeat)
     watched: dict[str, Any] = {}
     if task.table.watched and any(one.role == "ckptstore" and one.status == "measured" for one in outcomes):
         tell("timeline", 0)
         watched = watch(case, task.table.watched, task)
     return {"outcomes": outcomes, "watched": watched, "rank_bytes": case.rank_bytes}
-
-
-def contest_of(task: Task, case: Case, tell: Callable[[str, int], None]) -> Contest:
-    """Create the contest of a task, on one rank."""
-    return task.table.contest(case, task.table.action, figure=task.table.figure, tell=tell)
 
 
 def case_of(task: Task, rank: int, world_size: int) -> Case:

@@ -21,40 +21,32 @@ _NUM_COLOURS = 8
 _ROLES = {"ckptstore": "fill-0", "peer": "fill-1", "limit": "fill-6"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """One row of a bar chart."""
-
-    label: str
-    role: str
-    median: float
-    figures: Sequence[float]
-    note: str = ""
-
-
-def bars(rows: Sequence[Bar], *, unit: str, limit: float | None) -> str:
+def _bars(workload: Workload) -> str:
     """Draw horizontal bars; a whisker from the least to the most, and a line at the limit."""
-    scale = (WIDTH - _LABEL - 130) / (max([*(max(row.figures) for row in rows), limit or 0.0]) or 1.0)
-    height = _ROW * len(rows) + 30
+    measured, best = workload.all_measured(), workload.best("limit")
+    limit = workload.median(best) if best else 0.0
+    scale = (WIDTH - _LABEL - 130) / (max([*(max(workload.figures(one)) for one in measured), limit]) or 1.0)
+    height = _ROW * len(measured) + 30
     parts = [_open(height)]
-    for index, row in enumerate(rows):
-        y = index * _ROW + 4
-        width = max(1.0, row.median * scale)
-        title = f"{row.label}: median {row.median:.4g} {unit}, {min(row.figures):.4g} to {max(row.figures):.4g}"
-        low, high = (_LABEL + value * scale for value in (min(row.figures), max(row.figures)))
+    for index, one in enumerate(measured):
+        figures, median, ratio = workload.figures(one), workload.median(one), workload.ratio(one)
+        note = f", ratio {ratio:.2f}" if ratio is not None and one.role != "ckptstore" else ""
+        label, y, width = text.label(one), index * _ROW + 4, max(1.0, median * scale)
+        low, high = (_LABEL + value * scale for value in (min(figures), max(figures)))
+        title = f"{label}: median {median:.4g} s, {min(figures):.4g} to {max(figures):.4g}"
         parts += [
             f'<g class="bar"><title>{escape(title)}</title>',
-            _text(_LABEL - 8, y + 14, row.label, anchor="end", size=12),
-            f'<rect x="{_LABEL}" y="{y}" width="{width:.1f}" height="18" class="{_ROLES[row.role]}"/>',
+            _text(_LABEL - 8, y + 14, label, anchor="end", size=12),
+            f'<rect x="{_LABEL}" y="{y}" width="{width:.1f}" height="18" class="{_ROLES[one.role]}"/>',
             _line(low, y + 9, high, y + 9, "edge"),
             *(_line(x, y + 5, x, y + 13, "edge") for x in (low, high)),
-            _text(max(high, _LABEL + width) + 8, y + 14, f"{row.median:.4g} {unit}{row.note}", size=12),
+            _text(max(high, _LABEL + width) + 8, y + 14, f"{median:.4g} s{note}", size=12),
             "</g>",
         ]
     if limit:
         x = _LABEL + limit * scale
-        parts.append(_line(x, 0, x, _ROW * len(rows), "limit", dash="4 3"))
-        parts.append(_text(x, height - 8, f"limit {limit:.4g} {unit}", anchor="middle", kind="limit"))
+        parts.append(_line(x, 0, x, _ROW * len(measured), "limit", dash="4 3"))
+        parts.append(_text(x, height - 8, f"limit {limit:.4g} s", anchor="middle", kind="limit"))
     return "".join([*parts, "</svg></div>"])
 
 
@@ -176,15 +168,9 @@ def page(report: Report) -> str:
 
 def _section(workload: Workload, saves: list[list[dict[str, Any]]]) -> str:
     """Return a workload's section; the ranks of its timeline, if any, are added to `saves`, for the page to draw."""
-    limit = workload.best("limit")
-    rows = []
-    for one in workload.all_measured():
-        figures, ratio = workload.figures(one), workload.ratio(one)
-        note = f", ratio {ratio:.2f}" if ratio is not None and one.role != "ckptstore" else ""
-        rows.append(Bar(label=text.label(one), role=one.role, median=workload.median(one), figures=figures, note=note))
     parts = [f"<h2>{escape(text.heading(workload))}</h2>"]
-    if rows:
-        parts += [bars(rows, unit="s", limit=workload.median(limit) if limit else None), _table(workload)]
+    if workload.all_measured():
+        parts += [_bars(workload), _table(workload)]
     parts += _absent(text.absent(workload))
     if workload.timeline:
         late = workload.facts.get("straggler") or {"rank": None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib import util
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, ClassVar
 from ckptstore.tools.bench.case import Case
 from ckptstore.tools.bench.destination import Place
 from ckptstore.tools.bench.figures.report import Role
+from ckptstore.tools.bench.raw import sync
 from ckptstore.tools.bench.shapes import difference
 
 Wait = Callable[[], object]
@@ -156,11 +156,7 @@ def _is_installed(module: str) -> bool:
 def make_durable(path: Path) -> None:
     """Call fsync for a file, or for everything below a directory, and for the directories that name them."""
     for item in (*path.rglob("*"), path, path.parent):
-        descriptor = os.open(item, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(item)
 
 
 def shares_of(state: Mapping[str, Any], count: int) -> list[list[str]]:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
 from functools import cache
 from typing import Any, ClassVar
 
@@ -96,18 +97,12 @@ class FastSafetensors(Safetensors):
     def load(self, place: str) -> None:
         from fastsafetensors import SafeTensorsFileLoader, SingleGroup
 
-        loader = SafeTensorsFileLoader(SingleGroup(), self.case.device, nogds=not self.with_gds)
-        try:
-            loader.add_filenames({0: [str(self.path(place))]})
-            buffers = loader.copy_files_to_device()
-            try:
+        with closing(SafeTensorsFileLoader(SingleGroup(), self.case.device, nogds=not self.with_gds)) as loader:
+            loader.add_filenames({0: [self.path(place)]})
+            with closing(loader.copy_files_to_device()) as buffers:
                 for name, tensor in self.case.local_target.items():
                     tensor.copy_(buffers.get_tensor(name))
                 self.case.synchronize()
-            finally:
-                buffers.close()
-        finally:
-            loader.close()
 
 
 FastSafetensorsDirect = variant(FastSafetensors, name="fastsafetensors, GDS", with_gds=True)

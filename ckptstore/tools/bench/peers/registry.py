@@ -12,10 +12,9 @@ from ckptstore.tools.bench.peers import (
     files,
     finding,
     limits,
-    orbax,
+    managers,
     own,
     tier,
-    torch_checkpointing,
 )
 from ckptstore.tools.bench.peers.base import Contender
 from ckptstore.tools.bench.training import Steps
@@ -40,17 +39,17 @@ class Table:
 
 
 _ON_DISK: Kinds = (
-    *(dcp.Dcp, dcp.DcpHuggingFace, torch_checkpointing.TorchCheckpointing, files.TorchSave, files.Safetensors),
-    *(files.Lightning, directories.RayReport, orbax.Orbax),
+    *(dcp.Dcp, dcp.DcpHuggingFace, managers.TorchCheckpointing, files.TorchSave, files.Safetensors),
+    *(files.Lightning, directories.RayReport, managers.Orbax),
 )
 _STATES: Kinds = (
     *(dcp.Dcp, dcp.DcpHuggingFace, dcp.DcpFsspec, dcp.DcpS3, files.S3Checkpoint),
-    *(torch_checkpointing.TorchCheckpointing, files.TorchSave, files.TorchSaveFsspec),
-    *(files.Safetensors, files.SafetensorsFsspec, files.Lightning, directories.RayReport, orbax.Orbax),
+    *(managers.TorchCheckpointing, files.TorchSave, files.TorchSaveFsspec),
+    *(files.Safetensors, files.SafetensorsFsspec, files.Lightning, directories.RayReport, managers.Orbax),
 )
 _ASYNC: Kinds = (
-    *(dcp.AsyncDcp, dcp.AsyncDcpProcess, torch_checkpointing.AsyncTorchCheckpointing),
-    *(files.AsyncLightning, directories.RayReportAsync, orbax.AsyncOrbax),
+    *(dcp.AsyncDcp, dcp.AsyncDcpProcess, managers.AsyncTorchCheckpointing),
+    *(files.AsyncLightning, directories.RayReportAsync, managers.AsyncOrbax),
 )
 _STAGED: Kinds = (own.AsyncCkptstore, device.DefaultStaged, device.DefaultStagedProcess)
 
