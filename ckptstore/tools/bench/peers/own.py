@@ -36,9 +36,8 @@ class Ckptstore(Contender):
 
     @property
     def store(self) -> CheckpointStore:
-        """The open store. Raises RuntimeError before `prepare`."""
-        if self._store is None:
-            raise RuntimeError(f"{self.name} has no store")
+        """The open store; there is none before `prepare`."""
+        assert self._store is not None
         return self._store
 
     def opened(self, place: str) -> CheckpointStore:
