@@ -13,9 +13,8 @@ WORKLOADS = ("save", "load", "async", "directory", "node-cache", "tier", "ranks"
 OURS = "ckptstore"
 S3_TEST = "s3-test"
 S3_SINK = "s3-sink"
-S3_TEST_TLS = "s3-test-tls"
 S3_SINK_TLS = "s3-sink-tls"
-S3_SERVERS = (S3_TEST, S3_SINK, S3_TEST_TLS, S3_SINK_TLS)
+S3_SERVERS = (S3_TEST, S3_SINK, "s3-test-tls", S3_SINK_TLS)
 """The places that stand for a server of S3 in memory."""
 
 _OF_THE_SLOWEST = ("blocked_seconds", "total_seconds", "peak_bytes")

@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckptstore.tools.bench.peers import (
-    dcp,
-    device,
-    directories,
-    files,
-    finding,
-    limits,
-    managers,
-    own,
-    tier,
-)
+from ckptstore.tools.bench.peers import dcp, device, directories, files, finding, limits, managers, own, tier
 from ckptstore.tools.bench.peers.base import Contender
 from ckptstore.tools.bench.training import Steps
 from ckptstore.tools.bench.turns import Contest
