@@ -239,9 +239,9 @@ MESSAGE = {
     "by": "anytext",
     "error": "optional any",
     "step": "optional",
-    "rejoins": "optional",
     "after_failure": "optional",
     **_below("missed", {"": "optional empty repeats"}),
+    **_below("behind", {"": "optional empty repeats"}),
     **_below("lanes", {"": "optional empty repeats", "*": "anytext"}),
 }
 POINTER = {
@@ -468,7 +468,7 @@ def _text(data: bytes) -> bytes:
 def _of_messages(_: Saved) -> dict[str, Reader]:
     error = StorageFull("no room", rank=1, step=3, file="a", hint="Make room", ranks=(1,)).to_wire()
     head: dict[str, Any] = {"tag": "save", "rank": 1, "world_size": 2, "by": "host-1", "payload": b'{"a":1}\nb'}
-    answer = Message(**head, step=3, rejoins=True, after_failure=True, missed=(1, 2), lanes=("a", "drain"))
+    answer = Message(**head, step=3, after_failure=True, missed=(1, 2), behind=(3,), lanes=("a", "drain"))
     said = meeting.pack([{"a": b"xy"}, 1, [b"", None]])
     return {
         **{

@@ -28,14 +28,14 @@ class Message:
     """The unique description of the process that posted it, which differs between two that take part as one rank."""
     payload: bytes = b""
     error: Mapping[str, Any] | None = None
-    rejoins: bool = False
-    """On an answer: True if this rank has no result of an earlier call, and begins a new one now."""
     after_failure: bool = False
     """On an answer: True if the last call of this rank failed, or has no result."""
     step: int | None = None
     """The step of the call, if it is for one."""
     missed: tuple[int, ...] = ()
     """On a result: the ranks whose answers it does not include."""
+    behind: tuple[int, ...] = ()
+    """On a result: the ranks whose calls fail, because their steps are lower. All others answer again."""
     lanes: tuple[str, ...] = ()
     """On an answer: the lanes that this rank has open."""
 
@@ -50,7 +50,7 @@ class Message:
             "size": len(self.payload),
             "crc": zlib.crc32(self.payload),
         }
-        more = {"error": self.error, "rejoins": self.rejoins, "missed": self.missed, "lanes": self.lanes}
+        more: dict[str, Any] = {"error": self.error, "missed": self.missed, "behind": self.behind, "lanes": self.lanes}
         more["after_failure"] = self.after_failure
         head |= {name: value for name, value in more.items() if value}
         if self.step is not None:
@@ -79,15 +79,15 @@ class Message:
                 by=as_text(head["by"]),
                 payload=payload,
                 error=None if error is None else from_wire(error).to_wire(),
-                rejoins=head.get("rejoins", False),
                 after_failure=head.get("after_failure", False),
                 step=None if step is None else as_number(step),
                 missed=tuple(map(as_number, as_list(head.get("missed", [])))),
+                behind=tuple(map(as_number, as_list(head.get("behind", [])))),
                 lanes=tuple(map(as_text, as_list(head.get("lanes", [])))),
             )
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
-        return message if whole and type(message.rejoins) is type(message.after_failure) is bool else None
+        return message if whole and type(message.after_failure) is bool else None
 
 
 def first_error(messages: Mapping[int, Message], *, lost: CkptstoreError | None = None) -> dict[str, Any] | None:
@@ -125,13 +125,14 @@ class Keys:
     lane: str
     world_size: int
 
-    def answer(self, call: int, rank: int, again: int = 0) -> str:
-        """Return the key of a rank's answer after `again` refusals."""
-        return f"{self._meeting(call)}.{rank:05d}" + (f".{again}" if again else "")
+    @staticmethod
+    def member(rank: int) -> str:
+        """Return the key by which a rank is claimed."""
+        return f"member.{rank:05d}"
 
-    def behind(self, call: int, rank: int, again: int) -> str:
-        """Return the key of the leader's refusal of that answer."""
-        return f"{self.answer(call, rank, again)}.behind"
+    def answer(self, call: int, rank: int) -> str:
+        """Return the key of a rank's answer."""
+        return f"{self._meeting(call)}.{rank:05d}"
 
     def result(self, call: int) -> str:
         """Return the key of the leader's result."""
@@ -141,14 +142,10 @@ class Keys:
         """Return the key of the mark of a rank that has given up waiting for the result."""
         return f"{self._meeting(call)}.gone"
 
-    def of_call(self, call: int, refused: Mapping[int, int]) -> list[str]:
-        """Return all keys of a meeting; `refused` has the number of refusals by rank."""
+    def of_call(self, call: int) -> list[str]:
+        """Return all keys of a meeting."""
         keys = [self.result(call)] if self.lane else [self.result(call), self.gone(call)]
-        keys += [self.answer(call, rank) for rank in range(1, self.world_size)]
-        for rank, times in refused.items():
-            keys += [self.answer(call, rank, again) for again in range(1, times + 1)]
-            keys += [self.behind(call, rank, again) for again in range(times)]
-        return keys
+        return [*keys, *(self.answer(call, rank) for rank in range(1, self.world_size))]
 
     def life(self, rank: int) -> str:
         """Return the key of the signs of life of a rank."""

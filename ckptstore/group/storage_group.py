@@ -54,7 +54,6 @@ class StorageGroup:
 
     def open(self, storage: Storage, *, rank_timeout_seconds: float) -> BoardGroup:
         """Return the group, open in this storage. It reads and writes nothing before its first meeting."""
-        from ckptstore.group.board import Seat
         from ckptstore.group.board_group import BoardGroup
         from ckptstore.group.storage_board import StorageBoard
 
@@ -64,7 +63,7 @@ class StorageGroup:
             world_size=self.world_size,
             number=partial(_counted, (storage.uri, self.start_token, self.rank)),
         )
-        seat = Seat(
+        return BoardGroup(
             board,
             rank=self.rank,
             world_size=self.world_size,
@@ -72,7 +71,6 @@ class StorageGroup:
             start_token=self.start_token,
             node=self.node,
         )
-        return BoardGroup(seat)
 
 
 def _counted(rank: tuple[str, str, int]) -> int:

@@ -21,10 +21,8 @@ import torch.distributed as dist
 
 from ckptstore.errors import GroupMissing, InvalidInput, RankTimeout
 from ckptstore.group.base import LEADER, new_start_token
-from ckptstore.group.board import Seat
-from ckptstore.group.board_group import BoardGroup
+from ckptstore.group.board_group import EVERY_RANK, BoardGroup
 from ckptstore.group.caller import Caller
-from ckptstore.group.lane import EVERY_RANK
 from ckptstore.group.life import LEFT, Pace
 from ckptstore.runtime.torch_private import cloned, default_store, uncounted_group
 
@@ -82,14 +80,13 @@ def open_torch_group(process_group: Any = None, *, rank_timeout_seconds: float, 
             hint="Give group=StorageGroup(rank, world_size, start_token)",
         )
     board = _board(process_group, store, timeout_seconds=rank_timeout_seconds)
-    seat = Seat(
+    group = TorchGroup(
         board,
         rank=dist.get_rank(process_group),
         world_size=dist.get_world_size(process_group),
         rank_timeout_seconds=rank_timeout_seconds,
         node=node,
     )
-    group = TorchGroup(seat)
     return agree_on_start(group, board, lambda: _gloo_group(group, process_group))
 
 
@@ -102,7 +99,7 @@ def agree_on_start(
     """
     try:
         with board.admission(leads=group.rank == LEADER), group.meeting("open the group") as meeting:
-            group.start_token = meeting.tell(new_start_token)
+            group.token = meeting.tell(new_start_token)
         group.process_group = make_process_group()
     except BaseException:
         group.close()
@@ -155,7 +152,7 @@ def open_served_group(
         store, prefix="ckptstore", world_size=world_size, timeout_seconds=rank_timeout_seconds, server_ranks=(LEADER,)
     )
     board.hint = notice.hint
-    seat = Seat(
+    group = TorchGroup(
         board,
         rank=rank,
         world_size=world_size,
@@ -163,7 +160,6 @@ def open_served_group(
         start_token=start_token,
         node=node,
     )
-    group = TorchGroup(seat)
     group.notice = notice if rank == LEADER else None
     return group
 

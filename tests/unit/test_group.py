@@ -479,7 +479,7 @@ def test_the_leader_reads_each_answer_once(memory: MemoryStorage, size: int) -> 
 def test_the_leader_names_the_ranks_that_do_not_come(
     memory: MemoryStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ckptstore.group.lane._COME_SECONDS", 0.05)
+    monkeypatch.setattr("ckptstore.group.board_group._COME_SECONDS", 0.05)
 
     def script(group: BoardGroup) -> bytes:
         if group.rank == 2:  # it waits elsewhere until the line is there

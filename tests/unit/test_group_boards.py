@@ -17,8 +17,7 @@ from exchanging import exchange
 from thread_ranks import in_threads
 
 from ckptstore.errors import CkptstoreError, GroupMissing, RankTimeout
-from ckptstore.group.board import Board, Seat
-from ckptstore.group.board_group import BoardGroup
+from ckptstore.group.board_group import Board, BoardGroup
 from ckptstore.group.caller import Caller
 from ckptstore.group.life import LEFT
 from ckptstore.group.storage_board import StorageBoard
@@ -170,7 +169,7 @@ def test_a_store_that_answers_nothing_is_waited_for_until_the_deadline(monkeypat
     store = HangingStore(dist.HashStore())
     board = torch_board(dist.HashStore(), timeout_seconds=0.5)
     board._store = store
-    group = BoardGroup(Seat(board, rank=1, world_size=2, rank_timeout_seconds=0.5))
+    group = BoardGroup(board, rank=1, world_size=2, rank_timeout_seconds=0.5)
 
     def work() -> bytes:
         store.hangs.set()
@@ -230,9 +229,8 @@ def test_ranks_meet_at_a_store_that_the_leader_serves_and_it_ends_with_the_group
         group = served(notice, rank)
         result = exchange(group, "save", lambda: rank, lambda answers: answers)
         addresses.add(notice.address)
-        seat = group._seat
         group.close()
-        return result, seat.board.hint, group.start_token, group.node
+        return result, group.board.hint, group.start_token, group.node
 
     gc.disable()  # as some training loops do
     try:

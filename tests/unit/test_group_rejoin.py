@@ -69,7 +69,7 @@ def test_a_rank_that_came_too_late_is_told_once(memory: MemoryStorage) -> None:
             ends.append(error_of(lambda number=number: told(group, "save", f"{number}")))
             if number == 0:
                 gone_on.set()
-                group._seat.rank_timeout_seconds = 60
+                group.rank_timeout_seconds = 60
         return ends
 
     ends = in_threads(2, run)
@@ -239,7 +239,7 @@ def test_a_lane_stays_until_every_rank_has_closed_it(memory: MemoryStorage) -> N
             leader_is_done.set()
         else:
             slow = wrap(memory, lambda call: hold(call))
-            group._seat.board._storage = slow  # type: ignore[attr-defined]
+            group.board._storage = slow  # type: ignore[attr-defined]
             thread = threading.Thread(target=late)
             thread.start()
             leader_is_done.wait(60)
@@ -334,7 +334,7 @@ def test_a_leader_passes_over_what_was_given_up_in_another_call(memory: MemorySt
         group = opened(refusing if rank == 0 else memory, rank, 2, timeout_seconds=1 if rank else 600)
         ends = [error_of(lambda: save(group, 5))]
         if rank:
-            group._seat.rank_timeout_seconds = 600
+            group.rank_timeout_seconds = 600
             given_up.set()
         given_up.wait(120)
         return [*ends, error_of(lambda: save(group, 6)), error_of(lambda: save(group, 7))]

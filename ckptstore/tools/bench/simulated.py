@@ -27,7 +27,6 @@ from ckptstore.format.layout import CHECKPOINT_PREFIX, ranked_name
 from ckptstore.format.manifest import Receipt
 from ckptstore.format.naming import Offer
 from ckptstore.format.timings import RankTimings
-from ckptstore.group.board import Seat
 from ckptstore.group.board_group import BoardGroup
 from ckptstore.group.meeting import pack
 from ckptstore.group.message import Keys, Message
@@ -91,7 +90,7 @@ def commit_of(directory: str, world_size: int, latency_seconds: float) -> dict[s
     board = TorchBoard(
         server, prefix=_TOKEN, world_size=world_size, timeout_seconds=_TIMEOUT_SECONDS, server_ranks=(0,)
     )
-    seat = Seat(board, rank=0, world_size=world_size, rank_timeout_seconds=_TIMEOUT_SECONDS, start_token=_TOKEN)
+    group = BoardGroup(board, rank=0, world_size=world_size, rank_timeout_seconds=_TIMEOUT_SECONDS, start_token=_TOKEN)
     attempt, aside_seconds, aside_cpu_seconds = "", 0.0, 0.0
 
     def post(lane: str, call: int, rank: int, tag: str, value: Any) -> None:
@@ -117,7 +116,7 @@ def commit_of(directory: str, world_size: int, latency_seconds: float) -> dict[s
             post("", number, rank, tag, value)
     counted = CountCalls()
     store = with_faults(
-        open_store(root, group=BoardGroup(seat), durable=False, rank_timeout_seconds=_TIMEOUT_SECONDS),
+        open_store(root, group=group, durable=False, rank_timeout_seconds=_TIMEOUT_SECONDS),
         combine(follow, counted, Delay(latency_seconds)),
     )
     used = time.process_time()

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from ckptstore.config import StoreConfig
 from ckptstore.group import Group
-from ckptstore.group.board import Seat
 from ckptstore.group.torch_board import TorchBoard, TorchGroup, agree_on_start
 from ckptstore.runtime import torch_private
 from ckptstore.storage.base import Storage
@@ -116,14 +115,14 @@ class KeyValueGroup:
             timeout_seconds=config.rank_timeout_seconds,
             server_ranks=(0,),
         )
-        seat = Seat(
+        group = TorchGroup(
             board,
             rank=self.rank,
             world_size=self.world_size,
             rank_timeout_seconds=config.rank_timeout_seconds,
             node=f"node-{self.rank % 2}",
         )
-        return agree_on_start(TorchGroup(seat), board)
+        return agree_on_start(group, board)
 
 
 def _prefix_store(prefix: str, store: Any) -> Any:
