@@ -40,7 +40,7 @@ def save_of(
 @pytest.mark.parametrize(
     ("board", "who", "what", "at_call"),
     [
-        *((board, 0, what, 31) for board in ("torch", "storage") for what in ("checkpoints/", "log/", "")),
+        *((board, 0, what, 32) for board in ("torch", "storage") for what in ("checkpoints/", "log/", "")),
         *(("storage", 2, what, 27) for what in ("checkpoints/", "")),
         *(("torch", 2, what, 3) for what in ("checkpoints/", "")),
         *(("storage", 2, "", at_call) for at_call in (16, 23, 30)),  # while it reads a result, posts an answer, stores

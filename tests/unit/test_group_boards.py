@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from exchanging import exchange
+from test_group import wait_for
 from thread_ranks import in_threads
 
 from ckptstore.errors import CkptstoreError, GroupMissing, RankTimeout
@@ -130,13 +130,6 @@ def test_removing_what_is_not_there_is_no_error(open_board: Callable[[], Board])
     board.remove(MANY)
     board.post(MANY[1], b"x")
     assert board.fetch(MANY[:2]) == {MANY[1]: b"x"}
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until, "it never came true"
-        time.sleep(0.01)
 
 
 def test_a_store_whose_server_is_gone_is_a_rank_timeout_at_once() -> None:

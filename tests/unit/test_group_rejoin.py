@@ -57,6 +57,23 @@ def test_a_rank_that_missed_a_result_is_in_step_at_its_next_call(memory: MemoryS
     assert [end[1:] for end in ends] == [[None, None]] * 3
 
 
+def test_a_rank_that_missed_a_result_passes_over_those_since(memory: MemoryStorage) -> None:
+    missing = wrap(memory, FailAt("read group/start/00000001.result", times=RETRY.retry_attempts))
+    gone_on = threading.Event()
+
+    def run(rank: int) -> list[Any]:
+        group = opened(missing if rank == 1 else memory, rank, 3, timeout_seconds=600)
+        ends = [error_of(lambda: told(group, "save", "1"))]
+        if rank != 1:  # two of the three call different things meanwhile
+            ends.append(error_of(lambda: told(group, "save" if rank else "load", "2")))
+            gone_on.set()
+        gone_on.wait(120)
+        return [*map(type, ends), error_of(lambda: told(group, "save", "3"))]
+
+    ends = in_threads(3, run)
+    assert ends == [[type(None), InvalidInput, None], [StorageUnavailable, None], [type(None), InvalidInput, None]]
+
+
 def test_a_rank_that_came_too_late_is_told_once(memory: MemoryStorage) -> None:
     gone_on = threading.Event()
 
