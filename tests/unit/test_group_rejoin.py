@@ -27,7 +27,7 @@ def memory(tmp_path: Path) -> MemoryStorage:
     return MemoryStorage(f"memory://{tmp_path.name}")
 
 
-def told(group: BoardGroup, tag: str, what: str) -> str:
+def told(group: BoardGroup, tag: str, what: str, *, step: int | None = None) -> str:
     """An exchange in which all ranks say the same; InvalidInput when they do not."""
 
     def join(answers: list[bytes]) -> bytes:
@@ -35,7 +35,7 @@ def told(group: BoardGroup, tag: str, what: str) -> str:
             raise InvalidInput(f"the ranks say {answers}")
         return answers[0]
 
-    return exchange(group, tag, lambda: what.encode(), join).decode()
+    return exchange(group, tag, lambda: what.encode(), join, step=step).decode()
 
 
 def test_a_rank_that_missed_a_result_is_in_step_at_its_next_call(memory: MemoryStorage) -> None:
@@ -47,12 +47,9 @@ def test_a_rank_that_missed_a_result_is_in_step_at_its_next_call(memory: MemoryS
         return [error_of(lambda n=n: [told(group, tag, f"{n}") for tag in STORY]) for n in range(3)]
 
     ends = in_threads(3, run)
-    missed = ends[1][0]
-    assert type(missed) is StorageUnavailable
-    assert missed.committed is None
+    assert (type(ends[1][0]), ends[1][0].committed) == (StorageUnavailable, None)
     for rank in (0, 2):
-        assert type(ends[rank][0]) is RankFailed
-        assert ends[rank][0].ranks == (1,)
+        assert (type(ends[rank][0]), ends[rank][0].ranks) == (RankFailed, (1,))
         assert "Rank 1 has no result of an earlier call" in str(ends[rank][0])
     assert [end[1:] for end in ends] == [[None, None]] * 3
 
@@ -170,12 +167,11 @@ def test_an_answer_whose_reply_was_lost_is_no_failure(memory: MemoryStorage) -> 
     assert in_threads(2, run) == [b"0, 1"] * 2
 
 
-def test_only_the_leader_says_that_nothing_is_committed(memory: MemoryStorage) -> None:
-    def fail() -> bytes:
-        error = StorageUnavailable("no")
-        error.committed = None
-        raise error
+def fail() -> bytes:
+    raise StorageUnavailable("no", committed=None)
 
+
+def test_only_the_leader_says_that_nothing_is_committed(memory: MemoryStorage) -> None:
     def script(group: BoardGroup) -> Any:
         return error_of(lambda: exchange(group, "save", fail if group.rank == 1 else lambda: b"", joined))
 
@@ -183,9 +179,6 @@ def test_only_the_leader_says_that_nothing_is_committed(memory: MemoryStorage) -
 
 
 def test_an_error_of_a_rank_goes_before_a_difference_of_calls(memory: MemoryStorage) -> None:
-    def fail() -> bytes:
-        raise StorageUnavailable("no")
-
     def script(group: BoardGroup) -> list[Any]:
         ends = []
         for failing in (0, 1):
@@ -311,17 +304,9 @@ def test_a_leader_that_hangs_is_found_out(memory: MemoryStorage) -> None:
     assert (follower.ranks, follower.committed) == ((0,), None)
 
 
-def save(group: BoardGroup, step: int) -> str:
+def save(group: BoardGroup, step: int) -> list[str]:
     """One call for a step, as a save makes it."""
-
-    def join(answers: list[bytes]) -> bytes:
-        if len(set(answers)) > 1:
-            raise InvalidInput(f"the ranks say {answers}")
-        return answers[0]
-
-    for tag in STORY:
-        answer = exchange(group, tag, lambda: b"%d" % step, join, step=step)
-    return answer.decode()
+    return [told(group, tag, f"{step}", step=step) for tag in STORY]
 
 
 @pytest.mark.parametrize("steps", [[(5, 6, 7, 8), (6, 7, 8)], [(6, 7, 8), (5, 6, 7, 8)]])
