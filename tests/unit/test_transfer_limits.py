@@ -231,3 +231,15 @@ def test_threads_give_no_signs_of_life_for_the_run_that_started_them(monkeypatch
     pool.run([lambda run: run.moved(1)] * 4)
     pool.close()
     assert signs == []
+
+
+def test_the_caller_gives_signs_of_life_while_bytes_move() -> None:
+    pool, sign = Pool(2), threading.Event()
+
+    def work(run: Operation) -> None:
+        run.moved(1)
+        assert sign.wait(60)
+
+    with beating(sign.set):
+        pool.run([work] * 2)
+    pool.close()
