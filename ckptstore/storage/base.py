@@ -15,8 +15,9 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ckptstore.errors import FileMissing, StorageError, StorageUnavailable
 from ckptstore.format.digest import Digest
@@ -167,8 +168,23 @@ class ProcessBound(Storage):
             )
 
 
+@cache
+def _has_methods(family: type, power: Any) -> bool:
+    return all(hasattr(family, name) for name in methods_of(power))
+
+
+class _OfPower(type(Protocol)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: object) -> bool:
+        asked: tuple[Any, Any] = type(instance), cls
+        return _has_methods(*asked)  # what typing does takes a tenth of a millisecond, each time
+
+
+class Power(Protocol, metaclass=_OfPower):
+    """A base for the optional powers. A storage has a power if its class has all methods of it."""
+
+
 @runtime_checkable
-class CreatesExclusively(Protocol):
+class CreatesExclusively(Power, Protocol):
     """Create-if-absent, on which commits rely."""
 
     def create(self, key: str, data: bytes) -> bool:
@@ -206,7 +222,7 @@ class PartWriter(Protocol):
 
 
 @runtime_checkable
-class WritesParts(Protocol):
+class WritesParts(Power, Protocol):
     """Large files in parallel parts."""
 
     def part_bytes(self, size_bytes: int) -> int:
@@ -217,7 +233,7 @@ class WritesParts(Protocol):
 
 
 @runtime_checkable
-class Disk(Protocol):
+class Disk(Power, Protocol):
     """A disk, or a file system that machines share. Its files have paths, are durable once `persist` has returned, and
     are read-only from the start, for everybody, but for those of `overwrite`."""
 
@@ -257,7 +273,7 @@ class Disk(Protocol):
 
 
 @runtime_checkable
-class CopiesInside(Protocol):
+class CopiesInside(Power, Protocol):
     """Copies inside the storage, without moving bytes through this process."""
 
     def copy(self, source_key: str, key: str) -> None:
@@ -265,7 +281,7 @@ class CopiesInside(Protocol):
 
 
 @runtime_checkable
-class CopiesFrom(Protocol):
+class CopiesFrom(Power, Protocol):
     """Copies from another storage of the same provider, without moving bytes through this process."""
 
     def copy_from(self, source: Storage, source_key: str, key: str) -> bool:
@@ -274,7 +290,7 @@ class CopiesFrom(Protocol):
 
 
 @runtime_checkable
-class Bucket(Protocol):
+class Bucket(Power, Protocol):
     """A bucket, which has its own rules for deleted files, unfinished uploads and damage in transit, and where
     unfinished uploads in parts keep costing money."""
 
@@ -290,7 +306,7 @@ class Bucket(Protocol):
 
 
 POWERS: tuple[type, ...] = (CreatesExclusively, WritesParts, Disk, CopiesInside, CopiesFrom, Bucket)
-"""Every optional power. A storage has a power only if it has all its methods."""
+"""Every optional power."""
 
 
 def methods_of(protocol: type) -> frozenset[str]:
