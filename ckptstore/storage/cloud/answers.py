@@ -67,7 +67,7 @@ def complete(key: str) -> Iterator[None]:
     """Raise StorageUnavailable if a response, parsed in this context, lacks a field or has one of a wrong type."""
     try:
         yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as error:  # SyntaxError is that of XML
         raise wrong(key, f"something in it is missing or has another form ({type(error).__name__}: {error})") from None
 
 

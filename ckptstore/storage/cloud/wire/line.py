@@ -21,6 +21,7 @@ from typing import Literal
 
 from ckptstore.errors import InvalidInput
 
+_PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 _MAX_VIEWS = 512
 """The most views in one call; Linux takes 1,024."""
 _STEP_BYTES = 128 << 10
@@ -88,7 +89,7 @@ class Line:
     def is_alive(self) -> bool:
         """Return True if nothing has come unrequested, such as the end of the connection."""
         try:
-            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            self._socket.recv(1, _PEEK)
         except BlockingIOError:
             return True
         except OSError:
