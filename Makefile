@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(PIP) install --quiet --no-compile -c constraints.txt
 # The extra torchtitan is missing: its data sets want an older fsspec. `make servers` gets what its tests need.
-EXTRAS := dev,s3,gcs,azure,fast,fsspec-clouds,ray,lightning,transformers,torch-checkpointing,otel,mlflow,wandb,serve
+EXTRAS := dev,s3,gcs,azure,fsspec-clouds,ray,lightning,transformers,torch-checkpointing,otel,mlflow,wandb,serve
 STAMP  := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --durations=20
 # Some tests wait, for a stalled server or a dead rank, so two processors carry four. Files keep the order of their

@@ -36,7 +36,7 @@ Ways = dict[str, Callable[[], object]]
 
 def of_ckptstore(place: Place, view: memoryview, pool: ThreadPoolExecutor) -> Iterator[Ways]:
     """Parts and reads of large ranges."""
-    with closing(open_storage(place.uri, storage_options=place.storage_options, engine="obstore")) as storage:
+    with closing(open_storage(place.uri, storage_options=place.storage_options)) as storage:
 
         def save() -> None:
             writer, size_bytes = storage.open_parts("parts", SIZE_BYTES), storage.part_bytes(SIZE_BYTES)

@@ -55,7 +55,7 @@ def open_store(
         missing: how to treat a save without a metric that retention needs: raise an "error", or rank it as the "worst".
         grace_seconds: how long a dropped checkpoint stays in the trash, by the storage's clock (3600).
         durable: whether files on a disk are synced before a commit (True).
-        engine: "obstore", "sdk" or "fsspec"; None for the fastest one that fits.
+        engine: "native" or "fsspec"; None for the native one where it knows the scheme.
         fs: a file system of fsspec that serves the URI, with its own options and credentials.
         storage_options: credentials and the like in fsspec's names; never written anywhere, never logged.
         group: a ProcessGroup or `StorageGroup`; None for torch.distributed where it runs, "solo" for this process.

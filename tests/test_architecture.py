@@ -97,7 +97,6 @@ IMPORTERS: dict[str, set[str]] = {
         "state",
         "testing.oracle",
     },
-    "obstore": {"storage.cloud.obstore"},
     "opentelemetry": {"integrations.otel"},
     "orbax": {"tools.bench"},
     "pandas": {"extensions.history.past_saves"},
@@ -169,7 +168,7 @@ NAMES_OF_DIGESTS = {"format.digest", "extensions.publication.wire", "storage.clo
 """The modules that name an algorithm of digests: the one that knows them all, and the checksums of clouds and of the
 server that stands in for one."""
 
-HEAVY = {"torch", "ray", "numpy", "fsspec", "obstore", "tenacity", "awscrt", "click", "rich", "waitress", "xxhash"}
+HEAVY = {"torch", "ray", "numpy", "fsspec", "tenacity", "awscrt", "click", "rich", "waitress", "xxhash"}
 HEAVY |= {"accelerate", "axolotl", "lightning", "mlflow", "opentelemetry", "pydantic", "torch_checkpointing"}
 HEAVY |= {"torchtitan", "transformers", "wandb", "zstandard"}
 

@@ -18,7 +18,6 @@ EXTRAS = {
     "s3": ("botocore",),
     "gcs": ("google.auth", "requests"),
     "azure": ("azure.storage.blob", "azure.identity"),
-    "fast": ("obstore",),
     "fsspec-clouds": ("s3fs", "gcsfs", "adlfs"),
     "ray": ("ray", "pyarrow"),
     "lightning": (*TORCH, "lightning"),

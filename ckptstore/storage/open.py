@@ -1,30 +1,22 @@
 """Open the storage at a URI with the back-end that serves it.
 
-A plain path, `file://` and `memory://` are served by ckptstore itself. Cloud schemes are served by obstore ("the fast
-engine") if it is installed and understands the options, else by the SDK of the cloud; every other scheme by fsspec, and
-what is asked to. Those modules, and the packages behind them, are loaded by the first URI that needs them.
+A plain path, `file://`, `memory://` and the schemes of clouds are served by ckptstore itself, every other scheme by
+fsspec, and what is asked to. Those modules, and the packages behind them, are loaded by the first URI that needs them.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from ckptstore.errors import CkptstoreError, InvalidInput
-from ckptstore.runtime.extras import install_command, install_line
+from ckptstore.runtime.extras import install_line
 from ckptstore.storage.base import Storage
 from ckptstore.storage.uri import KINDS, Location, parse_uri
 
-if TYPE_CHECKING:
-    from ckptstore.storage.cloud.client_options import ObstoreConfig
-
-logger = logging.getLogger("ckptstore")
-
-Engine = Literal["local", "memory", "obstore", "sdk", "fsspec"]
+Engine = Literal["local", "memory", "native", "fsspec"]
 _REQUESTED = "it was asked for"
 
 
@@ -34,10 +26,6 @@ class EngineChoice:
 
     engine: Engine
     reason: str
-    moved: bool = False
-    """True if an option or a variable moved the URI away from the engine that it would have had."""
-    config: ObstoreConfig | None = field(default=None, repr=False)
-    """The configuration of obstore, for that engine."""
 
 
 def open_storage(
@@ -51,10 +39,10 @@ def open_storage(
 ) -> Storage:
     """Return the storage at a URI. Creates nothing there, and does not try to reach it.
 
-    `storage_options` go to the client of an object store and are shown nowhere. `engine` is "obstore", "sdk" or
-    "fsspec", to get that one or an error. `fs` is a file system of fsspec, which then serves the URI. `durable=False`
-    lets a disk write back at any time, `direct_io=False` has it write through the page cache. Raises InvalidInput for a
-    URI, option or engine that cannot be used, naming the extra to install if one is missing.
+    `storage_options` go to the client of an object store and are shown nowhere. `engine` is "native" or "fsspec", to
+    get that one or an error. `fs` is a file system of fsspec, which then serves the URI. `durable=False` lets a disk
+    write back at any time, `direct_io=False` has it write through the page cache. Raises InvalidInput for a URI, option
+    or engine that cannot be used, naming the extra to install if one is missing.
     """
     location = parse_uri(uri)
     uri, storage_options = location.uri, _spelled_out(location, storage_options)
@@ -72,16 +60,10 @@ def open_storage(
 
         return MemoryStorage(uri)
     try:
-        if choice.engine == "obstore":
-            from ckptstore.storage.cloud.obstore import open_fast
+        if choice.engine == "native":
+            from ckptstore.storage.cloud.native import open_native
 
-            return open_fast(uri, storage_options, choice.config)
-        if choice.engine == "sdk":
-            from ckptstore.storage.cloud.sdk import open_sdk
-
-            if choice.moved:
-                logger.info("%s is served by the SDK of its cloud, not by obstore: %s", uri, choice.reason)
-            return open_sdk(uri, storage_options)
+            return open_native(uri, storage_options)
         from ckptstore.storage.fsspec.clouds import open_fsspec
 
         return open_fsspec(uri, storage_options, fs)
@@ -120,31 +102,19 @@ def choose_engine(
 ) -> EngineChoice:
     """Return the engine that `open_storage` uses for the same arguments. Raises InvalidInput as it does."""
     location = parse_uri(uri)
-    scheme, storage_options = location.scheme, _spelled_out(location, storage_options)
+    scheme = location.scheme
     if scheme in ("", "memory"):
         if engine is not None:
             raise InvalidInput(f"engine={engine!r} does not serve {location.uri!r}", hint="Leave engine out")
         if storage_options:
             raise InvalidInput(f"storage_options mean nothing for {location.uri!r}", hint="Leave them out")
         return EngineChoice("memory", "memory://") if scheme == "memory" else EngineChoice("local", "a path")
-    if engine not in (None, "obstore", "sdk", "fsspec"):
-        raise InvalidInput(f'engine is {engine!r}, it must be "obstore", "sdk" or "fsspec"')
+    if engine not in (None, "native", "fsspec"):
+        raise InvalidInput(f'engine is {engine!r}, it must be "native" or "fsspec"')
     if engine == "fsspec":
         return EngineChoice("fsspec", _REQUESTED)
     if location.kind is None:
         if engine is not None:
             raise InvalidInput(f"{engine} does not know {scheme}://")
         return EngineChoice("fsspec", f"no other engine knows {scheme}://")
-    if engine == "sdk":
-        return EngineChoice("sdk", _REQUESTED)
-    has_obstore = importlib.util.find_spec("obstore") is not None
-    found: ObstoreConfig | str = f"obstore is not installed ({install_command('fast')})"
-    if has_obstore:
-        from ckptstore.storage.cloud.obstore import configured
-
-        found = configured(location.uri, storage_options)
-    if not isinstance(found, str):
-        return EngineChoice("obstore", "the faster engine" if engine is None else _REQUESTED, config=found)
-    if engine == "obstore":
-        raise InvalidInput(f"obstore cannot serve {location.uri!r}: {found}")
-    return EngineChoice("sdk", found, moved=has_obstore)
+    return EngineChoice("native", _REQUESTED if engine else "ckptstore's own requests")

@@ -23,7 +23,7 @@ from ckptstore.storage.open import open_storage
 
 pytestmark = pytest.mark.slow
 
-ENGINES = ["obstore", "sdk", "fsspec"]
+ENGINES = ["native", "fsspec"]
 DAY_SECONDS = 86_400.0
 SKEW_SECONDS = 900.0
 TOO_OLD = (
@@ -173,7 +173,7 @@ def test_an_assertion_for_google_that_grew_old_is_made_anew(
         assert not any(errors[1:])
 
 
-@pytest.mark.parametrize("engine", ["obstore", "sdk", pytest.param("fsspec", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["native", pytest.param("fsspec", marks=pytest.mark.slow)])
 def test_a_clock_that_google_does_not_take_is_named(
     clocked: Clocked, engine: str, fake_gcs: Any, private_key: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Credentials and endpoints from the environment and from configuration files, with both engines; nothing is frozen."""
+"""Credentials and endpoints from the environment and from configuration files, on every engine; nothing is frozen."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import pytest
 
 from ckptstore import open_store
 from ckptstore.errors import AccessDenied, InvalidInput, StorageError
-from ckptstore.storage.open import choose_engine, open_storage
+from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3.objects import S3Error
 from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 
 pytestmark = pytest.mark.slow
-
-ENGINES = ["obstore", "sdk"]
 
 
 def roundtrip(uri: str, engine: str | None, **keywords: Any) -> None:
@@ -30,8 +28,7 @@ def roundtrip(uri: str, engine: str | None, **keywords: Any) -> None:
         opened.close()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_keys_that_change_are_looked_up_anew(engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_keys_that_change_are_looked_up_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A pickle carries no key: what the new process finds counts."""
     path = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
@@ -39,7 +36,7 @@ def test_keys_that_change_are_looked_up_anew(engine: str, monkeypatch: pytest.Mo
     path.write_text("[default]\naws_access_key_id = old\naws_secret_access_key = s\n")
     with s3_server(buckets=["test"], access_keys=["new"]) as server:
         options = {"endpoint_url": server.endpoint_url}
-        storage = open_storage("s3://test/x", storage_options=options, engine=engine)
+        storage = open_storage("s3://test/x", storage_options=options)
         with pytest.raises(AccessDenied, match="InvalidAccessKeyId"):
             storage.write("k", [memoryview(b"1")])
         frozen = pickle.dumps(storage)
@@ -51,33 +48,29 @@ def test_keys_that_change_are_looked_up_anew(engine: str, monkeypatch: pytest.Mo
     assert b"old" not in frozen
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_no_credentials_are_a_clear_error(fast_s3: S3Server, engine: str) -> None:
+def test_no_credentials_are_a_clear_error(fast_s3: S3Server) -> None:
     options = {"endpoint_url": fast_s3.endpoint_url, "client_kwargs": {"region_name": "us-east-1"}}
-    storage = open_storage("s3://test/x", storage_options=options, engine=engine)
+    storage = open_storage("s3://test/x", storage_options=options)
     with pytest.raises(AccessDenied, match="credentials"):
         storage.read("k")
     storage.close()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_anonymous(fast_s3: S3Server, engine: str) -> None:
-    roundtrip("s3://test/x", engine, storage_options={"anon": True, "endpoint_url": fast_s3.endpoint_url})
+def test_anonymous(fast_s3: S3Server) -> None:
+    roundtrip("s3://test/x", None, storage_options={"anon": True, "endpoint_url": fast_s3.endpoint_url})
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_gcs_from_variables(fake_gcs: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gcs_from_variables(fake_gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", fake_gcs.url)
-    roundtrip("gs://test/environment", engine)
+    roundtrip("gs://test/environment", None)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_azure_from_variables(azurite: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_azure_from_variables(azurite: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azurite.storage_options["connection_string"])
-    roundtrip("az://test/environment", engine)
+    roundtrip("az://test/environment", None)
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "fsspec"])
+@pytest.mark.parametrize("engine", ["native", "fsspec"])
 def test_a_region_by_its_short_name(fast_s3: S3Server, engine: str) -> None:
     options = {"key": "k", "secret": "s", "endpoint_url": fast_s3.endpoint_url, "region": "eu-west-9"}
     roundtrip("s3://test/x", engine, storage_options=options)
@@ -88,7 +81,7 @@ def test_a_region_by_its_short_name(fast_s3: S3Server, engine: str) -> None:
         open_storage("s3://test/x", storage_options={**options, "client_kwargs": {"region_name": "us-east-1"}})
 
 
-@pytest.mark.parametrize("engine", ["obstore", "sdk", "fsspec"])
+@pytest.mark.parametrize("engine", ["native", "fsspec"])
 def test_whoever_has_no_credentials_is_not_told_to_allow_listings(fast_s3: S3Server, engine: str) -> None:
     options = {"endpoint_url": fast_s3.endpoint_url, "client_kwargs": {"region_name": "us-east-1"}}
     fast_s3.faults.add(Fault(action="status", status=403, code="AccessDenied", times=None))
@@ -99,7 +92,7 @@ def test_whoever_has_no_credentials_is_not_told_to_allow_listings(fast_s3: S3Ser
         assert "list the bucket" not in str(caught.value)
 
 
-@pytest.mark.parametrize("engine", ["obstore", "sdk", "fsspec"])
+@pytest.mark.parametrize("engine", ["native", "fsspec"])
 def test_a_bucket_that_wants_checksums_says_so(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
     with s3_server(buckets=["test"]) as server:
@@ -123,31 +116,9 @@ def test_fsspecs_own_configuration_counts(fast_s3: S3Server, monkeypatch: pytest
     roundtrip("s3://test/configured", "fsspec")
 
 
-def test_the_faster_engine_that_understands_the_options() -> None:
-    assert choose_engine("s3://b/x", storage_options={"key": "k", "secret": "s"}).engine == "obstore"
-    choice = choose_engine("s3://b/x", storage_options={"s3_additional_kwargs": {"ACL": "private"}})
-    assert choice.engine == "sdk"
-    assert "ACL" in choice.reason
-    assert choose_engine("sftp://host/x").engine == "fsspec"
-    with pytest.raises(InvalidInput, match="ACL"):
-        choose_engine("s3://b/x", storage_options={"s3_additional_kwargs": {"ACL": "private"}}, engine="obstore")
-
-
 @pytest.mark.parametrize("name", ["a-typo", "client_kwarg"])
 def test_an_option_that_nobody_knows_is_refused(fast_s3: S3Server, name: str) -> None:
     options = {**fast_s3.storage_options, name: 1}
-    assert choose_engine("s3://test/x", storage_options=options).engine == "sdk"
     for engine in (None, "fsspec"):
         with pytest.raises(InvalidInput, match="options"):
             open_storage("s3://test/x", storage_options=options, engine=engine)
-
-
-def test_an_option_that_moves_a_store_to_another_engine_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "ckptstore")
-    open_storage("s3://b/run", storage_options={"key": "k", "secret": "s"}).close()
-    open_storage("s3://b/run", storage_options={"s3_additional_kwargs": {"ACL": "private"}}, engine="sdk").close()
-    assert not caplog.messages
-    open_storage("s3://b/run", storage_options={"s3_additional_kwargs": {"ACL": "private"}}).close()
-    (line,) = caplog.messages
-    assert line.startswith("s3://b/run is served by the SDK of its cloud, not by obstore: ")
-    assert "ACL" in line

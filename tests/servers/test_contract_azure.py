@@ -1,4 +1,4 @@
-"""The storage contract on Azure Blob Storage, as Azurite plays it, with both engines."""
+"""The storage contract on Azure Blob Storage, as Azurite plays it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AzureContract(StorageContract):
     powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside)
     secrets = (AZURE_KEY,)
     num_deleted_files = 600  # in batches of at most 256; the server takes twenty seconds for two thousand
-    engine: ClassVar[str]
+    engine: ClassVar[str] = "native"
 
     @pytest.fixture
     def storage(self, azurite: Any) -> Iterator[Any]:
@@ -45,13 +45,7 @@ class AzureContract(StorageContract):
         return bytes(self.raw.download_blob(f"{self.prefix}/{key}").readall())
 
 
-class TestObstoreOnAzurite(AzureContract):
-    engine = "obstore"
-
-
-class TestSdkOnAzurite(AzureContract):
-    engine = "sdk"
-
+class TestOnAzurite(AzureContract):
     def test_the_directories_of_a_hierarchical_namespace_are_no_files(self, storage: Any) -> None:
         """Accounts that have one list them so."""
         self.raw_write("a/file", b"x")

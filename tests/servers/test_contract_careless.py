@@ -16,7 +16,7 @@ from test_contract_s3 import left_out
 import ckptstore
 from ckptstore import open_store
 from ckptstore.config import StoreConfig
-from ckptstore.errors import InvalidInput, StorageError
+from ckptstore.errors import InvalidInput
 from ckptstore.extensions.exchange.copying import copy_all
 from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3.objects import S3Error
@@ -37,10 +37,6 @@ DEVIATIONS = {
 
 
 class OnCarelessServer(GcsContract):
-    """Without obstore: the emulator's answers lack the Last-Modified header that obstore insists on."""
-
-    engine = "sdk"
-
     @pytest.fixture
     def storage(self, careless_gcs: Any) -> Any:
         self.url = careless_gcs.url
@@ -56,11 +52,11 @@ for name, ignored in DEVIATIONS.items():
 
 
 @pytest.mark.long
-class TestSdkOnCarelessServer(OnCarelessServer):
-    """The second engine, whose requests are those that it makes to the server that is not careless."""
+class TestOnCarelessServer(OnCarelessServer):
+    """Its requests are those to the server that is not careless."""
 
 
-@pytest.mark.parametrize("engine", ["sdk", "fsspec"])
+@pytest.mark.parametrize("engine", ["native", "fsspec"])
 def test_a_store_asks_for_a_promise(careless_gcs: Any, tmp_path: Path, engine: str) -> None:
     options = careless_gcs.storage_options
     with (
@@ -84,7 +80,7 @@ CHANGES: dict[str, Callable[[ckptstore.CheckpointStore], object]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_whoever_writes_without_the_promise_is_refused(careless_gcs: Any, name: str) -> None:
     uri = f"gs://test/careless/{name}"
-    place: dict[str, Any] = {"storage_options": careless_gcs.storage_options, "engine": "sdk", "group": "solo"}
+    place: dict[str, Any] = {"storage_options": careless_gcs.storage_options, "group": "solo"}
     with open_store(uri, single_writer=True, **place) as store:
         store.save(1, {"a": 1})
         store.save(2, {"a": 2})
@@ -100,10 +96,10 @@ def test_whoever_writes_without_the_promise_is_refused(careless_gcs: Any, name: 
 def test_a_copy_without_the_promise_is_refused(careless_gcs: Any) -> None:
     options = careless_gcs.storage_options
     uri = "gs://test/careless/copy"
-    place = open_place(uri, config=StoreConfig(), storage_options=options, engine="sdk")
+    place = open_place(uri, config=StoreConfig(), storage_options=options)
     with closing(place), pytest.raises(InvalidInput, match="create"):
         copy_all([], "0" * 32, place, executor=None, above=0)
-    with closing(open_storage(uri, storage_options=options, engine="sdk")) as storage:
+    with closing(open_storage(uri, storage_options=options)) as storage:
         assert list(storage.list("")) == []
 
 
@@ -126,7 +122,7 @@ def tries(server: S3Server) -> int:
     return sum(request.method == "PUT" and "/tried/probe/" in request.path for request in server.log)
 
 
-@pytest.mark.parametrize("engine", ["obstore", "sdk", "fsspec"])
+@pytest.mark.parametrize("engine", ["native", "fsspec"])
 def test_a_store_on_a_server_that_refuses_the_condition(
     fast_s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
@@ -152,12 +148,3 @@ def test_a_store_on_a_server_that_refuses_the_condition(
         assert store.resume({"a": 0}).step == 1
         store.save(2, {"a": 2})
         assert [found.step for found in store] == [1, 2]
-
-
-def test_an_answer_that_obstore_cannot_read_is_no_outage(careless_gcs: Any) -> None:
-    with closing(open_storage("gs://test/careless/x", storage_options=careless_gcs.storage_options)) as storage:
-        storage.write("there", [memoryview(b"x")])
-        with pytest.raises(StorageError, match="does not understand the server") as caught:
-            storage.read("there")
-        assert not caught.value.retryable
-        assert "sdk" in str(caught.value.hint)

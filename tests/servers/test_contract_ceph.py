@@ -1,4 +1,4 @@
-"""The storage contract on Ceph's radosgw, with both engines: a real store, run on demand (`make test-ceph`)."""
+"""The storage contract on Ceph's radosgw: a real store, run on demand (`make test-ceph`)."""
 
 from __future__ import annotations
 
@@ -29,9 +29,5 @@ class OnCeph:
         return dict(ceph.storage_options)
 
 
-class TestObstoreOnCeph(OnCeph, S3Contract):
-    engine = "obstore"
-
-
-class TestSdkOnCeph(OnCeph, S3Contract):
-    engine = "sdk"
+class TestOnCeph(OnCeph, S3Contract):
+    """A real store."""

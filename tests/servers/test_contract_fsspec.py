@@ -104,7 +104,7 @@ def test_a_file_system_that_cannot_serve_a_store_is_refused(tmp_path: Path) -> N
         ("gs://test/x", {"fs": system}, "does not serve"),
         (str(tmp_path), {"fs": system}, "does not serve"),
         ("memory://x", {"fs": fsspec.filesystem("memory")}, "does not serve"),
-        ("s3://test/x", {"fs": system, "engine": "obstore"}, "both given"),
+        ("s3://test/x", {"fs": system, "engine": "native"}, "both given"),
         ("s3://test/x", {"fs": system, "storage_options": {"anon": True}}, "both given"),
         ("s3://test/x", {"fs": "s3"}, "file system of fsspec"),
         ("s3://test/x", {"fs": s3fs.S3FileSystem(anon=True, asynchronous=True)}, "asynchronous"),

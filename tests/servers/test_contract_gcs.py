@@ -30,7 +30,7 @@ class GcsContract(StorageContract):
 
     powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, Bucket)
     leaves_unfinished = False
-    engine: ClassVar[str]
+    engine: ClassVar[str] = "native"
 
     @pytest.fixture
     def storage(self, fake_gcs: Any) -> Any:
@@ -53,10 +53,9 @@ class GcsContract(StorageContract):
         return answer.content
 
 
-@pytest.mark.parametrize("engine", ["obstore", "sdk"])
 @pytest.mark.parametrize(("status", "times"), [(503, 1), (403, 1 << 30)])
 def test_a_part_that_cannot_be_deleted_costs_no_save(
-    fake_gcs: Any, tmp_path: Path, two_tries: None, engine: str, status: int, times: int
+    fake_gcs: Any, tmp_path: Path, two_tries: None, status: int, times: int
 ) -> None:
     """A server in trouble deletes it when it is asked again; a bucket with a retention policy never does."""
     (tmp_path / "large").write_bytes(os.urandom(17 << 20))
@@ -69,7 +68,7 @@ def test_a_part_that_cannot_be_deleted_costs_no_save(
 
     with options_behind(fake_gcs) as (options, front):
         front.misbehave_on_wire(refuses, "DELETE", r"\.part-", times=times)
-        with open_store(uri, storage_options=options, engine=engine, group="solo") as store:
+        with open_store(uri, storage_options=options, group="solo") as store:
             checkpoint = store.save_directory(1, tmp_path)
             assert front.done
             assert checkpoint.verify().ok
@@ -78,9 +77,5 @@ def test_a_part_that_cannot_be_deleted_costs_no_save(
         storage.delete([file.key for file in storage.list("")])
 
 
-class TestSdkOnFakeGcs(GcsContract):
-    engine = "sdk"
-
-
-class TestObstoreOnFakeGcs(GcsContract):
-    engine = "obstore"
+class TestOnFakeGcs(GcsContract):
+    """The JSON API of Google."""

@@ -1,4 +1,4 @@
-"""The storage contract on S3, with both engines: the project's own server, with TLS too, and moto's."""
+"""The storage contract on S3: the project's own server, with TLS too, and moto's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class S3Contract(StorageContract):
 
     powers = (CreatesExclusively, WritesParts, CopiesFrom, CopiesInside, Bucket)
     secrets = ("testsecret",)
-    engine: ClassVar[str]
+    engine: ClassVar[str] = "native"
 
     @pytest.fixture
     def storage(self, server_options: dict[str, Any]) -> Any:
@@ -58,32 +58,20 @@ class OnOwnServer:
         return fast_s3.storage_options
 
 
-class TestObstoreOnOwnServer(OnOwnServer, S3Contract):
-    engine = "obstore"
-
-
-@pytest.mark.slow
-class TestSdkOnOwnServer(OnOwnServer, S3Contract):
-    engine = "sdk"
+class TestOnOwnServer(OnOwnServer, S3Contract):
+    """Without TLS."""
 
 
 class OverTls:
     @pytest.fixture
     def server_options(self, tls_s3: S3Server, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # obstore takes no file
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         return tls_s3.storage_options
 
 
-@pytest.mark.long
-class TestObstoreOverTls(OverTls, S3Contract):
-    engine = "obstore"
-
-
 @pytest.mark.slow
-class TestSdkOverTls(OverTls, S3Contract):
-    """Whose sockets are our own; those of the other engine are not."""
-
-    engine = "sdk"
+class TestOverTls(OverTls, S3Contract):
+    """Which OpenSSL does in memory."""
 
 
 def left_out(reason: str) -> Any:
@@ -111,10 +99,5 @@ class OnMoto:
 
 
 @pytest.mark.long
-class TestObstoreOnMoto(OnMoto, S3Contract):
-    engine = "obstore"
-
-
-@pytest.mark.long
-class TestSdkOnMoto(OnMoto, S3Contract):
-    engine = "sdk"
+class TestOnMoto(OnMoto, S3Contract):
+    """Another S3."""

@@ -50,10 +50,9 @@ def check(uri: str, options: dict[str, Any] | None, directory: Path, into: Path)
         assert (path / name).read_bytes() == (directory / name).read_bytes()
 
 
-@pytest.mark.parametrize("engine", ["obstore", "sdk"])
-def test_no_payload_goes_up_from_here(fast_s3: S3Server, directory: Path, tmp_path: Path, engine: str) -> None:
-    options, uri = fast_s3.storage_options, f"s3://test/inside/{engine}"
-    with ckptstore.open_store(uri, storage_options=options, engine=engine) as store:
+def test_no_payload_goes_up_from_here(fast_s3: S3Server, directory: Path, tmp_path: Path) -> None:
+    options, uri = fast_s3.storage_options, "s3://test/inside/one"
+    with ckptstore.open_store(uri, storage_options=options) as store:
         store.save_directory(1, directory)
     seen = len(fast_s3.log)
     report = copy_all(uri, f"{uri}-copy", options, options)
@@ -107,12 +106,9 @@ def test_damage_at_the_source_is_told(fast_s3: S3Server, directory: Path) -> Non
 
 
 @pytest.mark.parametrize(("name", "scheme"), [("fake_gcs", "gs"), ("azurite", "az")])
-@pytest.mark.parametrize("engine", ["obstore", "sdk"])
-def test_other_clouds(request: pytest.FixtureRequest, name: str, scheme: str, engine: str) -> None:
+def test_other_clouds(request: pytest.FixtureRequest, name: str, scheme: str) -> None:
     options = request.getfixturevalue(name).storage_options
-    source, target = (
-        open_storage(f"{scheme}://test/inside-{engine}/{end}", storage_options=options, engine=engine) for end in "ab"
-    )
+    source, target = (open_storage(f"{scheme}://test/inside-one/{end}", storage_options=options) for end in "ab")
     source.write("x/y", [memoryview(b"data")])
     assert isinstance(target, CopiesFrom)
     assert target.copy_from(source, "x/y", "z")

@@ -19,7 +19,6 @@ from ckptstore.tools.doctor.finding import Finding
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
-ENGINES = ["obstore", "sdk"]
 
 
 @pytest.fixture
@@ -32,10 +31,9 @@ def found_by(examination: Examination) -> dict[str, Finding]:
 
 
 @pytest.mark.parametrize("requester_pays", [False, True])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_good_bucket(fast_s3: S3Server, config: StoreConfig, engine: str, requester_pays: bool) -> None:
-    uri, options = f"s3://test/doctor/{engine}", {**fast_s3.storage_options, "requester_pays": requester_pays}
-    examination = examine(uri, storage_options=options, engine=engine, config=config)
+def test_a_good_bucket(fast_s3: S3Server, config: StoreConfig, requester_pays: bool) -> None:
+    uri, options = "s3://test/doctor/one", {**fast_s3.storage_options, "requester_pays": requester_pays}
+    examination = examine(uri, storage_options=options, config=config)
     found = found_by(examination)
     assert examination.exit_code == 0
     assert not [item for item in examination.findings if item.status in ("failed", "unknown")], examination
@@ -56,11 +54,10 @@ def test_a_good_bucket(fast_s3: S3Server, config: StoreConfig, engine: str, requ
         ("^GET .*absent", {"get"}),
     ],
 )
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_refused_permission_is_named(config: StoreConfig, engine: str, match: str, failed: set[str]) -> None:
+def test_a_refused_permission_is_named(config: StoreConfig, match: str, failed: set[str]) -> None:
     with s3_server(buckets=["test"]) as server:
         server.faults.add(Fault(action="status", match=match, status=403, code="AccessDenied", times=None))
-        examination = examine("s3://test/x", storage_options=server.storage_options, engine=engine, config=config)
+        examination = examine("s3://test/x", storage_options=server.storage_options, config=config)
     assert {item.name for item in examination.findings if item.status == "failed"} == failed, examination
     assert examination.exit_code == 32
     assert "testsecret" not in repr(examination)

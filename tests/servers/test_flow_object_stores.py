@@ -28,16 +28,12 @@ pytestmark = pytest.mark.slow
 numbers = itertools.count()
 # Not moto: of several creates of one key more than one may win there, and a store that finds that out refuses to write.
 STORES = [
-    pytest.param(("s3", "obstore"), id="s3-obstore"),
-    pytest.param(("s3", "sdk"), id="s3-sdk"),
+    pytest.param(("s3", "native"), id="s3-native"),
     pytest.param(("s3", "fsspec"), id="s3-fsspec", marks=pytest.mark.long),
-    pytest.param(("gs", "obstore"), id="gs-obstore", marks=pytest.mark.slow),
-    pytest.param(("gs", "sdk"), id="gs-sdk", marks=pytest.mark.long),
-    pytest.param(("az", "obstore"), id="az-obstore", marks=pytest.mark.slow),
-    pytest.param(("az", "sdk"), id="az-sdk", marks=pytest.mark.long),
-    pytest.param(("careless", "sdk"), id="careless-sdk", marks=pytest.mark.long),
-    pytest.param(("ceph", "obstore"), id="ceph-obstore", marks=pytest.mark.ceph),
-    pytest.param(("ceph", "sdk"), id="ceph-sdk", marks=pytest.mark.ceph),
+    pytest.param(("gs", "native"), id="gs-native", marks=pytest.mark.slow),
+    pytest.param(("az", "native"), id="az-native", marks=pytest.mark.slow),
+    pytest.param(("careless", "native"), id="careless-native", marks=pytest.mark.long),
+    pytest.param(("ceph", "native"), id="ceph-native", marks=pytest.mark.ceph),
 ]
 FIXTURES = {
     "s3": "fast_s3",
@@ -131,10 +127,9 @@ def test_a_life(place: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
         assert [checkpoint.step for checkpoint in store][-1] == 7
         store.roll_back(6)
 
-    if "single_writer" not in keywords:  # obstore, which is taken by itself, does not understand the careless server
-        below, is_all = stores_below(uri.rpartition("/")[0], keywords["storage_options"])
-        assert {item["uri"]: item["latest_step"] for item in below}[uri] == 6, below
-        assert is_all
+    below, is_all = stores_below(uri.rpartition("/")[0], keywords["storage_options"])
+    assert {item["uri"]: item["latest_step"] for item in below}[uri] == 6, below
+    assert is_all
 
     given = dict(keywords)
     config = StoreConfig(single_writer=given.pop("single_writer", False))

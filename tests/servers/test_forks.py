@@ -21,7 +21,6 @@ from ckptstore.runtime.fork import in_forked_child, new_lock_in_child
 from ckptstore.storage.base import ProcessBound
 from ckptstore.storage.open import open_storage
 from ckptstore.testing import Call
-from ckptstore.testing.s3_server import S3Server
 from ckptstore.testing.stores import with_faults
 from ckptstore.transfer import Transfer
 from ckptstore.transfer.moves import PlannedFile
@@ -68,18 +67,15 @@ def transfer_of(storage: Any) -> Transfer:
     return Transfer(storage, config=TransferConfig(num_threads=4, durable=False), retry=RetryConfig())
 
 
-@pytest.fixture(params=["disk", "memory", "s3-obstore", "s3-sdk"])
+@pytest.fixture(params=["disk", "memory", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Any]:
-    """Opens a place; in a child, where it is asked for the engine that works there."""
+    """Opens a place."""
     if request.param == "disk":
-        return lambda **_: open_storage(tmp_path / "files")
+        return lambda: open_storage(tmp_path / "files")
     if request.param == "memory":
-        return lambda **_: open_storage(f"memory://forks-{os.getpid()}")
+        return lambda: open_storage(f"memory://forks-{os.getpid()}")
     server = request.getfixturevalue("fast_s3")
-    engine = request.param.partition("-")[2]
-    return lambda choose=False: open_storage(
-        "s3://test/forks", storage_options=server.storage_options, engine=None if choose else engine
-    )
+    return lambda: open_storage("s3://test/forks", storage_options=server.storage_options)
 
 
 @pytest.fixture
@@ -133,7 +129,7 @@ def test_during_a_transfer_in_another_thread(during: Transfer) -> None:
 
 def test_a_child_opens_the_place_anew(place: Any, during: Transfer) -> None:
     def work() -> None:
-        storage = place(choose=True)
+        storage = place()
         transfer = transfer_of(storage)
         transfer.upload(files("anew"))
         assert {file.key for file in storage.list("anew/")} == {file.key for file in files("anew")}
@@ -141,23 +137,6 @@ def test_a_child_opens_the_place_anew(place: Any, during: Transfer) -> None:
         storage.close()
 
     in_child(work)
-
-
-def test_obstore_in_a_fork_is_refused(fast_s3: S3Server) -> None:
-    """Its threads stay with the parent, and it would wait for them for ever."""
-    options = fast_s3.storage_options
-    storage = open_storage("s3://test/forks", storage_options=options, engine="obstore")
-    storage.write("k", [memoryview(b"x")])
-
-    def work() -> None:
-        with pytest.raises(InvalidInput, match="forked"):
-            open_storage("s3://test/forks", storage_options=options, engine="obstore")
-        opened = open_storage("s3://test/forks", storage_options=options)
-        assert opened.read("k") == b"x"
-        opened.close()
-
-    in_child(work)
-    storage.close()
 
 
 def test_a_store_in_a_fork_reads_and_is_no_rank(tmp_path: Path) -> None:

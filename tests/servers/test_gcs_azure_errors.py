@@ -1,4 +1,4 @@
-"""What GCS and Azure may answer, with both engines: every refusal is an error of ours, of the right class."""
+"""What GCS and Azure may answer: every refusal is an error of ours, of the right class."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ def refusing() -> Iterator[Refusing]:
         thread.join()
 
 
-@pytest.fixture(params=["gs-obstore", "gs-sdk", "az-obstore", "az-sdk"])
+@pytest.fixture(params=["gs", "az"])
 def storage(request: pytest.FixtureRequest, refusing: Refusing) -> Iterator[Any]:
-    scheme, engine = request.param.split("-")
+    scheme = request.param
     connection = f"AccountName=acc;AccountKey={AZURE_KEY};BlobEndpoint={refusing.url}/acc;"
     options = {"gs": {"token": "anon", "endpoint_url": refusing.url}, "az": {"connection_string": connection}}
-    storage = open_storage(f"{scheme}://test/run", storage_options=options[scheme], engine=engine)
+    storage = open_storage(f"{scheme}://test/run", storage_options=options[scheme])
     yield storage
     storage.close()
 
@@ -142,12 +142,11 @@ def test_what_is_missing_is_missing(storage: Any, refusing: Refusing) -> None:
     assert error_of(lambda: storage.delete(["k", "l"])) is None
 
 
-@pytest.mark.parametrize("engine", ["obstore", "sdk"])
-def test_requests_in_flight_share_one_renewal(refusing: Refusing, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_in_flight_share_one_renewal(refusing: Refusing, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing.status, refusing.code = 401, "authError"
     monkeypatch.setattr(refusing, "together", Barrier(4))
     options = {"token": "anon", "endpoint_url": refusing.url}
-    with closing(open_storage("gs://test/run", storage_options=options, engine=engine)) as storage:
+    with closing(open_storage("gs://test/run", storage_options=options)) as storage:
         write = OPERATIONS["write"]
         with ThreadPoolExecutor(4) as pool:
             errors = list(pool.map(lambda _: error_of(lambda: write(storage)), range(4)))

@@ -35,12 +35,7 @@ from ckptstore.storage.open import open_storage
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_tries")]
 
 CLOUDS = {"s3": "fast_s3", "gs": "fake_gcs", "az": "azurite"}
-ENGINES = [
-    pytest.param(cloud, engine, marks=[pytest.mark.slow] if cloud != "s3" and engine == "sdk" else [])
-    for cloud in CLOUDS
-    for engine in ("obstore", "sdk")
-]
-"""As elsewhere the second engine is slow, but on S3, where most of it is our own."""
+ENGINES = [(cloud, "native") for cloud in CLOUDS]
 LATER = pytest.param("s3", "fsspec", marks=pytest.mark.long)
 GENERIC = pytest.param("s3", "fsspec")
 """s3fs keeps the head of an answer to itself, so that digests alone find what is odd there (`UNSEEN`)."""
@@ -171,7 +166,7 @@ def test_what_is_wrong_on_every_way_is_damage(two_steps: tuple[str, dict[str, An
 def test_what_is_doubted_again_and_again_uses_up_no_descriptors(request: pytest.FixtureRequest, cloud: str) -> None:
     server: Any = request.getfixturevalue(CLOUDS[cloud])
     uri = f"{cloud}://test/doubted/{os.urandom(4).hex()}"
-    with closing(open_storage(uri, storage_options=server.storage_options, engine="sdk")) as storage:
+    with closing(open_storage(uri, storage_options=server.storage_options)) as storage:
         storage.write("file", [memoryview(b"data")])
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(30):

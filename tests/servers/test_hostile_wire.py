@@ -65,8 +65,7 @@ MANNERS: list[OnWire] = [
     has_a_head_without_end,
 ]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_tries")]
-ENGINES = ("obstore", "sdk")
-ALL_ENGINES = [*ENGINES, pytest.param("fsspec", marks=pytest.mark.long)]
+ENGINES = ["native", pytest.param("fsspec", marks=pytest.mark.long)]
 """The generic engine has the client of s3fs, which is neither ours nor a part of a usual installation."""
 
 
@@ -125,8 +124,7 @@ def twice(call: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize(
     ("engine", "manner"),
     [
-        *(("sdk", manner) for manner in MANNERS),  # on sockets of our own
-        *(pytest.param("obstore", manner, marks=pytest.mark.slow) for manner in MANNERS),
+        *(("native", manner) for manner in MANNERS),
         *(pytest.param("fsspec", manner, marks=pytest.mark.long) for manner in MANNERS[1:]),
     ],
 )
@@ -145,28 +143,22 @@ def test_a_call_is_right_or_fails_in_time_over_tls(fast_s3: Any, certificate: Pa
         options = {**fast_s3.storage_options, "endpoint_url": url, "client_kwargs": {"region_name": "us-east-1"}}
         options["client_kwargs"]["verify"] = str(certificate)
         options["config_kwargs"] = {"read_timeout": 2, "connect_timeout": 2}
-        check_calls(f"s3://test/{os.urandom(4).hex()}", options, place, "sdk", manner)
+        check_calls(f"s3://test/{os.urandom(4).hex()}", options, place, "native", manner)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("other", "engine", "manner"),
+    ("other", "manner"),
     [
-        pytest.param(
-            cloud,
-            ENGINES[(number + place) % 2],
-            manner,
-            marks=pytest.mark.slow if number // 2 % 2 == place else pytest.mark.long,
-        )
-        for number, manner in enumerate(each for each in MANNERS if each is not goes_on_with_100)  # urllib3 takes it
+        pytest.param(cloud, manner, marks=pytest.mark.slow if number // 2 % 2 == place else pytest.mark.long)
+        for number, manner in enumerate(MANNERS)
         for place, cloud in enumerate(CLOUDS)
     ],
     indirect=["other"],
 )
-def test_other_clouds_are_right_or_fail(other: tuple[str, dict[str, Any], Front], engine: str, manner: OnWire) -> None:
-    """Each manner meets each cloud and each engine, but not all pairs of both: who speaks HTTP is the same. In CI it
-    meets one cloud."""
-    check_calls(*other, engine, manner)
+def test_other_clouds_are_right_or_fail(other: tuple[str, dict[str, Any], Front], manner: OnWire) -> None:
+    """In CI each manner meets one cloud: who speaks HTTP is the same."""
+    check_calls(*other, "native", manner)
 
 
 def check_calls(uri: str, options: dict[str, Any], place: Front, engine: str, manner: OnWire) -> None:
@@ -195,7 +187,7 @@ def check_calls(uri: str, options: dict[str, Any], place: Front, engine: str, ma
             assert twice(call) == right, name
 
 
-@pytest.mark.parametrize("engine", ALL_ENGINES)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("method", ["GET", pytest.param("HEAD", marks=pytest.mark.slow), "PUT"])
 def test_an_answer_too_many_is_not_believed(front: tuple[dict[str, Any], Front], engine: str, method: str) -> None:
     """The next request on the connection gets it, with every client. No byte of it ends up in a state."""
@@ -228,7 +220,7 @@ def test_an_answer_too_many_is_not_believed(front: tuple[dict[str, Any], Front],
         assert all(checkpoint.verify().ok for checkpoint in store)
 
 
-@pytest.mark.parametrize("engine", ALL_ENGINES)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("manner", [says_ok_before_the_body, says_ok_and_drops_the_body])
 @pytest.mark.parametrize(
     "match",
@@ -264,12 +256,12 @@ def saved_and_verified(store: Any, step: int, state: Any) -> None:
     assert store[step].verify().ok
 
 
-@pytest.mark.parametrize("engine", ALL_ENGINES)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "status", [301, pytest.param(302, marks=pytest.mark.slow), 307, pytest.param(308, marks=pytest.mark.slow)]
 )
 def test_who_redirects_learns_no_secret(front: tuple[dict[str, Any], Front], engine: str, status: int) -> None:
-    """obstore and s3fs follow a redirect, which they cannot be told not to. So another server may get what the first
+    """s3fs follows a redirect, which it cannot be told not to. So another server may get what the first
     one has sent there, as any gateway could; neither credentials nor a signature; its answer has no right digest.
     """
     options, place = front
@@ -299,28 +291,27 @@ def test_who_redirects_learns_no_secret(front: tuple[dict[str, Any], Front], eng
     heads = b"".join(asked).lower()
     assert b"authorization" not in heads
     assert b"testsecret" not in heads
-    assert engine != "sdk" or not asked
+    assert engine != "native" or not asked
     with ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store:
         found = {"w": torch.zeros(600_000)}
         assert store.resume(found) is not None
         assert torch.equal(found["w"], state["w"])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("asked_for", [{"w": torch.zeros(3)}, None], ids=["a state", "a checkpoint"])
 def test_a_store_that_only_seems_empty_is_not_begun_anew(
-    fast_s3: Any, engine: str, asked_for: Any, monkeypatch: pytest.MonkeyPatch
+    fast_s3: Any, asked_for: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record of the commit seems missing, and the claim in its place seems written, until another connection is
     used: as when one gives each request the answer to another."""
     uri, state = f"s3://test/{os.urandom(4).hex()}", {"w": torch.ones(3)}
     options = fast_s3.storage_options
-    with ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store:
+    with ckptstore.open_store(uri, group="solo", storage_options=options) as store:
         store.save(1, state)
         commit = store.latest()
     assert commit is not None
     key = f"log/{commit.number:010}.json"
-    with closing(open_storage(uri, storage_options=options, engine=engine)) as storage:
+    with closing(open_storage(uri, storage_options=options)) as storage:
         kind = type(storage)
     read, create, doubt = kind.read, kind.create, kind.doubt
     pretended: list[bytes] = []
@@ -345,7 +336,7 @@ def test_a_store_that_only_seems_empty_is_not_begun_anew(
     for name, method in (("read", misread), ("create", pretend), ("doubt", reconnect)):
         monkeypatch.setattr(kind, name, method)
     with (
-        ckptstore.open_store(uri, group="solo", storage_options=options, engine=engine) as store,
+        ckptstore.open_store(uri, group="solo", storage_options=options) as store,
         pytest.raises(StoreMissing, match="another one"),
     ):
         store.resume(asked_for)

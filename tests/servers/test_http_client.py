@@ -251,9 +251,9 @@ def over_tls(tls_s3: S3Server, certificate: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     opened: list[Any] = []
 
-    def open_(engine: str, **changed: Any) -> Any:
+    def open_(**changed: Any) -> Any:
         options = {**tls_s3.storage_options, **changed}
-        opened.append(open_storage(f"s3://test/tls/{next(numbers)}", storage_options=options, engine=engine))
+        opened.append(open_storage(f"s3://test/tls/{next(numbers)}", storage_options=options))
         return opened[-1]
 
     yield open_
@@ -269,10 +269,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("engine", ["obstore", "sdk"])
 @pytest.mark.parametrize("fault", BAD)
 def test_a_bad_certificate_is_refused_in_one_sentence(
-    fault: str, engine: str, tmp_path: Path, certificate: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, tmp_path: Path, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     how, host, words = BAD[fault]
     authority = make_certificates(tmp_path, **how)
@@ -281,7 +280,7 @@ def test_a_bad_certificate_is_refused_in_one_sentence(
     with s3_server(buckets=["test"], authority=authority) as server:
         options = {**server.storage_options, "endpoint_url": server.endpoint_url.replace("127.0.0.1", host)}
         options["client_kwargs"] = {"region_name": "us-east-1", "verify": trusted}
-        with closing(open_storage("s3://test/tls", storage_options=options, engine=engine)) as storage:
+        with closing(open_storage("s3://test/tls", storage_options=options)) as storage:
             for call in (lambda: storage.read("k"), lambda: storage.open_parts("k", 64 * MIB)):
                 with pytest.raises(StorageError) as caught:
                     call()
@@ -297,7 +296,7 @@ def test_a_file_of_certificates_that_is_none_is_named(content: bytes | None, ove
     path = tmp_path / "bundle.pem"
     if content is not None:
         path.write_bytes(content)
-    storage = over_tls("sdk", client_kwargs={"region_name": "us-east-1", "verify": str(path)})
+    storage = over_tls(client_kwargs={"region_name": "us-east-1", "verify": str(path)})
     with pytest.raises(InvalidInput, match="trusted certificates cannot be used: "):
         storage.read("k")
 
@@ -355,7 +354,7 @@ def test_a_proxy_that_refuses_is_named(
 
     with answering(refuse) as url:
         monkeypatch.setenv("https_proxy", url.replace("://", "://user:canary%21@"))
-        storage = over_tls("sdk", endpoint_url="https://s3.invalid:7443")
+        storage = over_tls(endpoint_url="https://s3.invalid:7443")
         with pytest.raises(error, match=r"through the proxy 127\.0\.0\.1") as caught:
             storage.read("k")
         assert (f"refuses with {status}" in str(caught.value)) == (status < 500)

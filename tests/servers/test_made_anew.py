@@ -28,7 +28,7 @@ from ckptstore.testing.s3_server import Fault, S3Server, s3_server
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
-ENGINES = ["obstore", "sdk", "fsspec"]
+ENGINES = ["native", "fsspec"]
 DAY_SECONDS = 86_400.0
 LIFE_SECONDS = 3600.0
 numbers = itertools.count()
@@ -206,9 +206,9 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Keys]:
 @pytest.mark.parametrize(
     ("engine", "source", "rotation"),
     [
-        ("obstore", in_a_file, Rotation),
-        ("obstore", by_a_token, Rotation),
-        ("sdk", by_a_process, Expiring),
+        ("native", in_a_file, Rotation),
+        ("native", by_a_token, Rotation),
+        ("native", by_a_process, Expiring),
         ("fsspec", by_a_token, Expiring),
         *(
             pytest.param(engine, source, rotation, marks=pytest.mark.slow)

@@ -1,4 +1,4 @@
-"""One store, two clients: whatever says where it is, and how it is reached, holds for every request of both engines.
+"""Whatever says where it is, and how it is reached, holds for every request.
 
 Each case is tried with each operation. A server that nobody may ask, and a proxy, count who comes.
 """
@@ -22,13 +22,12 @@ from tls_front import behind_tls
 
 from ckptstore import open_store
 from ckptstore.errors import InvalidInput, StorageError
-from ckptstore.storage.open import choose_engine, open_storage
+from ckptstore.storage.open import open_storage
 from ckptstore.testing.s3.messages import Answer
 from ckptstore.testing.s3_server import S3Server, s3_server
 
 pytestmark = pytest.mark.slow
 
-ENGINES = ["obstore", "sdk"]
 LARGE = memoryview(bytes(17 << 20))
 
 
@@ -200,7 +199,7 @@ CASES: dict[str, Case] = {
     "an option before the profile": Case(
         {"AWS_PROFILE": "onprem"}, {"endpoint_url": "{s3}"}, config=f"{PROFILE}endpoint_url = {{trap}}\n"
     ),
-    "variables that obstore alone reads": Case(
+    "variables of other clients": Case(
         {
             **HERE,
             "AWS_ENDPOINT": "{trap}",
@@ -320,10 +319,9 @@ def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name.upper(), raising=False)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", CASES)
 def test_every_operation_goes_one_way(
-    name: str, engine: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     case, server, trap, proxy = CASES[name], places["server"], places["traps"], places["proxies"]
     for variable, value in case.environ.items():
@@ -335,12 +333,11 @@ def test_every_operation_goes_one_way(
     options = {key: value.format(**places) if isinstance(value, str) else value for key, value in case.options.items()}
     for counted in (server.log, trap.lines, proxy.lines):
         counted.clear()
-    every_operation("s3://test/one", engine, options)
+    every_operation("s3://test/one", None, options)
     assert not trap.lines
     assert len(server.log) >= 12
     assert {request.status for request in server.log} <= {200, 204, 206, 404, 412, 501}
     assert bool(proxy.lines) == case.proxy
-    assert choose_engine("s3://test/one", storage_options=options).engine == "obstore"
 
 
 REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
@@ -360,30 +357,26 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_neither_can_honour_is_refused_by_name(
-    name: str, engine: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environ, options, text = REFUSED[name]
     for variable, value in environ.items():
         monkeypatch.setenv(variable, value.format(**places))
     with pytest.raises(InvalidInput, match=text) as caught:
-        open_storage("s3://test/one", storage_options=options, engine=engine)
+        open_storage("s3://test/one", storage_options=options)
     assert "canary" not in str(caught.value)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_proxy_that_is_not_there_is_named(
-    engine: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proxy_that_is_not_there_is_named(places: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in HERE.items():
         monkeypatch.setenv(variable, value.format(**places))
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
         monkeypatch.setenv("HTTP_PROXY", f"http://user:canary@127.0.0.1:{port}")
-        with closing(open_storage("s3://test/one", engine=engine)) as storage:
+        with closing(open_storage("s3://test/one")) as storage:
             for act in OPERATIONS.values():
                 with pytest.raises(StorageError, match=rf"through the proxy 127.0.0.1:{port} \(HTTP_PROXY\)") as caught:
                     act(storage)
@@ -395,17 +388,6 @@ OPERATIONS: dict[str, Callable[[Any], object]] = {
     "large": lambda storage: storage.open_parts("b", len(LARGE)),
     "read": lambda storage: storage.read_into("a", 0, [memoryview(bytearray(8 << 20))]),
 }
-
-
-def test_a_variable_that_only_one_client_knows_moves_the_store(
-    places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable, value in HERE.items():
-        monkeypatch.setenv(variable, value.format(**places))
-    monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms")
-    choice = choose_engine("s3://test/one")
-    assert choice.engine == "sdk"
-    assert "AWS_SERVER_SIDE_ENCRYPTION" in choice.reason
 
 
 OF_AWS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
@@ -423,10 +405,9 @@ OF_AWS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", OF_AWS)
 def test_small_and_large_ask_the_same_host_of_aws(
-    name: str, engine: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The proxy hears which host each request is for, and lets nothing through."""
     environ, options, host = OF_AWS[name]
@@ -435,7 +416,7 @@ def test_small_and_large_ask_the_same_host_of_aws(
         for variable, value in {**KEYS, **REGION, "HTTPS_PROXY": proxy.url, **environ}.items():
             monkeypatch.setenv(variable, value.format(**places))
         places["traps"].lines.clear()
-        with closing(open_storage("s3://test/one", storage_options=options, engine=engine)) as storage:
+        with closing(open_storage("s3://test/one", storage_options=options)) as storage:
             for act in OPERATIONS.values():
                 proxy.lines.clear()
                 with pytest.raises(StorageError):
@@ -444,13 +425,13 @@ def test_small_and_large_ask_the_same_host_of_aws(
     assert not places["traps"].lines
 
 
-TRUSTED: dict[str, tuple[str, str]] = {
-    "AWS_CA_BUNDLE": ("AWS_CA_BUNDLE", "sdk"),
-    "REQUESTS_CA_BUNDLE": ("REQUESTS_CA_BUNDLE", "sdk"),
-    "SSL_CERT_FILE": ("SSL_CERT_FILE", "obstore"),
-    "the profile": ("", "sdk"),
-    "a file as an option": ("", "sdk"),
-    "no verification": ("", "obstore"),
+TRUSTED = {
+    "AWS_CA_BUNDLE": "AWS_CA_BUNDLE",
+    "REQUESTS_CA_BUNDLE": "REQUESTS_CA_BUNDLE",
+    "SSL_CERT_FILE": "SSL_CERT_FILE",
+    "the profile": "",
+    "a file as an option": "",
+    "no verification": "",
 }
 
 
@@ -464,7 +445,7 @@ def test_certificates(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    variable, engine = TRUSTED[how]
+    variable = TRUSTED[how]
     for name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR", "CURL_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
     server, proxy = places["server"], places["proxies"]
@@ -474,11 +455,10 @@ def test_certificates(
         if through_proxy:
             monkeypatch.setenv("HTTPS_PROXY", proxy.url)
         proxy.lines.clear()
-        for strict in ("obstore", "sdk"):
-            with closing(open_storage("s3://test/tls", engine=strict)) as storage:
-                for act in OPERATIONS.values():
-                    with pytest.raises(StorageError, match="certificate"):
-                        act(storage)
+        with closing(open_storage("s3://test/tls")) as storage:
+            for act in OPERATIONS.values():
+                with pytest.raises(StorageError, match="certificate"):
+                    act(storage)
         assert bool(proxy.lines) == through_proxy
         options: dict[str, Any] = {}
         if variable:
@@ -488,18 +468,12 @@ def test_certificates(
             monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
         else:
             options = {"client_kwargs": {"verify": str(certificate) if how.startswith("a file") else False}}
-        choice = choose_engine("s3://test/tls", storage_options=options)
-        assert choice.engine == engine, choice
         every_operation("s3://test/tls", None, options)
-        every_operation("s3://test/tls", "sdk", options)
-        if engine == "sdk":
-            with pytest.raises(InvalidInput, match="certificates"):
-                open_storage("s3://test/tls", storage_options=options, engine="obstore")
 
 
 @pytest.mark.parametrize("code", ["PermanentRedirect", "AuthorizationHeaderMalformed"])
 @pytest.mark.parametrize("is_named", [True, False])
-@pytest.mark.parametrize("engine", [*ENGINES, "fsspec"])
+@pytest.mark.parametrize("engine", ["native", "fsspec"])
 def test_a_bucket_in_another_region(
     engine: str, is_named: bool, code: str, fast_s3: S3Server, two_tries: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -523,7 +497,7 @@ def test_a_bucket_in_another_region(
         if is_named:
             store.save(1, {"w": 1})
             assert store.load({"w": 0}).step == 1
-        elif engine == "obstore":
+        elif engine == "native":
             with pytest.raises(StorageError, match="not in the region us-east-1") as caught:
                 store.save(1, {"w": 1})
             assert not caught.value.retryable
@@ -535,7 +509,7 @@ OTHER_CLOUDS: dict[str, tuple[dict[str, str], bool]] = {
     "no proxy for anything": ({"ALL_PROXY": "{trap}", "NO_PROXY": "*"}, False),
     "a proxy": ({"HTTP_PROXY": "{proxy}", "NO_PROXY": "10.0.0.0/8"}, True),
     "a proxy of all": ({"ALL_PROXY": "{proxy}"}, True),
-    "variables that obstore alone reads": (
+    "variables of other clients": (
         {
             "GOOGLE_BASE_URL": "{trap}",
             "GOOGLE_PROXY_URL": "{trap}",
@@ -553,18 +527,17 @@ OTHER_CLOUDS: dict[str, tuple[dict[str, str], bool]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ["obstore", "sdk"])
 @pytest.mark.parametrize("name", OTHER_CLOUDS)
 @pytest.mark.parametrize("cloud", ["gs", "az"])
 def test_every_operation_goes_one_way_elsewhere(
-    cloud: str, name: str, engine: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    cloud: str, name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = request.getfixturevalue("fake_gcs" if cloud == "gs" else "azurite")
     environ, through_proxy = OTHER_CLOUDS[name]
     with counting() as trap, counting(forwards=True) as proxy:
         for variable, value in environ.items():
             monkeypatch.setenv(variable, value.format(trap=trap.url, proxy=proxy.url))
-        every_operation(f"{cloud}://test/one-{name.replace(' ', '-')}-{engine}", engine, server.storage_options)
+        every_operation(f"{cloud}://test/one-{name.replace(' ', '-')}", None, server.storage_options)
         assert not trap.lines
         assert (len(proxy.lines) >= 4) if through_proxy else not proxy.lines, proxy.lines
 
@@ -577,11 +550,9 @@ def test_certificates_on_azure(variable: str, azurite: Any, certificate: Path, m
     with behind_tls(certificate, f"http://{server}") as url:
         connection = azurite.storage_options["connection_string"].replace("http;", "https;")
         options = {"connection_string": connection.replace(f"http://{server}", url.rstrip("/"))}
-        for engine in ENGINES:
-            with closing(open_storage("az://test/tls", storage_options=options, engine=engine)) as storage:
-                for name in ("small", "read"):
-                    with pytest.raises(StorageError, match="certificate of the server is not trusted"):
-                        OPERATIONS[name](storage)
+        with closing(open_storage("az://test/tls", storage_options=options)) as storage:
+            for name in ("small", "read"):
+                with pytest.raises(StorageError, match="certificate of the server is not trusted"):
+                    OPERATIONS[name](storage)
         monkeypatch.setenv(variable, str(certificate))
-        for engine in (None, "sdk"):
-            every_operation("az://test/tls", engine, options)
+        every_operation("az://test/tls", None, options)

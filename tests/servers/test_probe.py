@@ -15,16 +15,13 @@ from ckptstore.testing.s3_server import Fault, S3Server
 @pytest.mark.parametrize(
     ("server", "scheme", "engine"),
     [
-        ("fast_s3", "s3", "obstore"),
-        ("fast_s3", "s3", "sdk"),
+        ("fast_s3", "s3", "native"),
         ("fast_s3", "s3", "fsspec"),
         ("fake_gcs", "gs", "fsspec"),
         ("azurite", "az", "fsspec"),
-        ("fake_gcs", "gs", "sdk"),
-        ("azurite", "az", "obstore"),
-        ("azurite", "az", "sdk"),
-        pytest.param("ceph", "s3", "obstore", marks=pytest.mark.ceph),
-        pytest.param("ceph", "s3", "sdk", marks=pytest.mark.ceph),
+        ("fake_gcs", "gs", "native"),
+        ("azurite", "az", "native"),
+        pytest.param("ceph", "s3", "native", marks=pytest.mark.ceph),
         pytest.param("ceph", "s3", "fsspec", marks=pytest.mark.ceph),
     ],
 )
@@ -37,7 +34,7 @@ def test_real_stores_have_it(request: pytest.FixtureRequest, server: str, scheme
 
 
 def test_a_server_that_ignores_the_condition_is_found_out(careless_gcs: Any) -> None:
-    storage = open_storage("gs://test/probe", storage_options=careless_gcs.storage_options, engine="sdk")
+    storage = open_storage("gs://test/probe", storage_options=careless_gcs.storage_options)
     assert not has_exclusive_create(storage)
     assert list(storage.list("")) == []
     storage.close()

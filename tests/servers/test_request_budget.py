@@ -23,11 +23,6 @@ pytestmark = pytest.mark.slow
 NUM_FILES = 7
 
 
-@pytest.fixture(params=["obstore", "sdk"])
-def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 def requests_of(fast_s3: S3Server) -> Callable[..., Counter[str]]:
     def count(call: Callable[[], object], below: str = "/") -> Counter[str]:
@@ -39,9 +34,9 @@ def requests_of(fast_s3: S3Server) -> Callable[..., Counter[str]]:
 
 
 @pytest.fixture
-def store(fast_s3: S3Server, engine: str, tmp_path: Path) -> Iterator[Any]:
+def store(fast_s3: S3Server, tmp_path: Path) -> Iterator[Any]:
     uri = f"s3://test/budget/{os.urandom(4).hex()}"
-    with ckptstore.open_store(uri, storage_options=fast_s3.storage_options, engine=engine) as store:
+    with ckptstore.open_store(uri, storage_options=fast_s3.storage_options) as store:
         store.save_directory(0, directory(tmp_path / "first"))
         yield store
 
@@ -95,10 +90,10 @@ def test_finding_and_loading(store: Any, requests_of: Any, tmp_path: Path) -> No
     assert requests_of(lambda: list(store))["GetObject"] <= 3
 
 
-def test_deletions_come_in_batches(fast_s3: S3Server, engine: str, requests_of: Any, tmp_path: Path) -> None:
+def test_deletions_come_in_batches(fast_s3: S3Server, requests_of: Any, tmp_path: Path) -> None:
     def live() -> None:
         uri = f"s3://test/budget/{os.urandom(4).hex()}"
-        keywords = {"storage_options": fast_s3.storage_options, "engine": engine, "grace_seconds": 0}
+        keywords = {"storage_options": fast_s3.storage_options, "grace_seconds": 0}
         with ckptstore.open_store(uri, **keywords, retention=ckptstore.KeepLatest(1)) as store:
             for step in range(4):
                 store.save_directory(step, directory(tmp_path / str(step)))
@@ -109,7 +104,7 @@ def test_deletions_come_in_batches(fast_s3: S3Server, engine: str, requests_of: 
     assert 2 <= found["DeleteObjects"] <= 3 * 5, "the right, a manifest, the files; the rest are probes of the clock"
 
 
-def test_a_claim_reads_while_the_storage_is_tried(store: Any, fast_s3: S3Server, engine: str) -> None:
+def test_a_claim_reads_while_the_storage_is_tried(store: Any, fast_s3: S3Server) -> None:
     """Each request is a round trip: the next job would wait for the one and then for the other."""
     log_is_read, late = threading.Event(), list[str]()
 
@@ -119,16 +114,16 @@ def test_a_claim_reads_while_the_storage_is_tried(store: Any, fast_s3: S3Server,
         if call.phase == "before" and call.verb == "create" and call.key.startswith("probe/"):
             late.extend([] if log_is_read.wait(30) else [call.key])
 
-    opened = ckptstore.open_store(store.uri, storage_options=fast_s3.storage_options, engine=engine)
+    opened = ckptstore.open_store(store.uri, storage_options=fast_s3.storage_options)
     with with_faults(opened, hook) as again:
         assert again.resume().step == 0
     assert late == []
 
 
-def test_both_looks_before_a_record_are_one_round(store: Any, fast_s3: S3Server, engine: str) -> None:
+def test_both_looks_before_a_record_are_one_round(store: Any, fast_s3: S3Server) -> None:
     """Is there a newer record, and is the newest that is known still there?"""
     both, looks = threading.Barrier(2), list[str]()
-    options = {"storage_options": fast_s3.storage_options, "engine": engine}
+    options = {"storage_options": fast_s3.storage_options}
 
     def hook(call: Call) -> None:
         if call.phase == "before" and call.verb in ("read", "stat") and call.key in watched:
@@ -147,10 +142,10 @@ def test_both_looks_before_a_record_are_one_round(store: Any, fast_s3: S3Server,
 MEMORY_PROBE = """
 import resource, sys
 import ckptstore
-engine, endpoint, small, large, target, budget = sys.argv[1:]
+endpoint, small, large, target, budget = sys.argv[1:]
 options = {"key": "k", "secret": "s", "endpoint_url": endpoint, "client_kwargs": {"region_name": "us-east-1"}}
 with ckptstore.open_store(
-    "s3://test/large", storage_options=options, engine=engine, memory_budget_bytes=int(budget), durable=False
+    "s3://test/large", storage_options=options, memory_budget_bytes=int(budget), durable=False
 ) as store:
     store.save_directory(0, small)  # what is loaded on first use
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -160,15 +155,14 @@ with ckptstore.open_store(
 """
 
 
-@pytest.mark.parametrize("engine", ["obstore", "sdk"])
-def test_memory_stays_within_the_budget(engine: str, tmp_path: Path) -> None:
+def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
     """Much through little; the server keeps only sizes, so what comes back is zeros."""
     size_bytes, budget_bytes = 640 << 20, 128 << 20
     small, large = (directory(tmp_path / name) for name in ("small", "large"))
     with (large / "zeros").open("wb") as file:
         file.truncate(size_bytes)
     with s3_server(buckets=["test"], keep_bodies=False, verify=False) as server:
-        arguments = [engine, server.endpoint_url, small, large, tmp_path / "back", str(budget_bytes)]
+        arguments = [server.endpoint_url, small, large, tmp_path / "back", str(budget_bytes)]
         command = [sys.executable, "-c", MEMORY_PROBE, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert (tmp_path / "back/zeros").stat().st_size == size_bytes

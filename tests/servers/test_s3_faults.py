@@ -1,4 +1,4 @@
-"""Faults of S3 at the storage, with both engines: every one is an error of ours, of the right class, or no error."""
+"""Faults of S3 at the storage: every one is an error of ours, of the right class, or no error."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ ANSWERS = [
 ]
 
 
-@pytest.fixture(params=["obstore", "sdk"])
-def storage(request: pytest.FixtureRequest, fast_s3: S3Server) -> Iterator[Any]:
+@pytest.fixture
+def storage(fast_s3: S3Server) -> Iterator[Any]:
     options = {**fast_s3.storage_options, "config_kwargs": {"read_timeout": 2, "connect_timeout": 2}}
-    storage = open_storage(f"s3://test/faults/{next(numbers)}", storage_options=options, engine=request.param)
+    storage = open_storage(f"s3://test/faults/{next(numbers)}", storage_options=options)
     storage.write("there", [PART[:MIB]])
     yield storage
     fast_s3.faults.clear()
@@ -105,11 +105,10 @@ def test_a_broken_connection_is_worth_a_retry(storage: Any, fault: Any, action: 
         storage.write("there", [PART[:MIB]])
 
 
-@pytest.mark.parametrize("engine", ["obstore", "sdk"])
 @pytest.mark.parametrize("host", ["127.0.0.1:1", "nowhere.invalid"])
-def test_a_server_that_is_not_there_is_worth_a_retry_and_no_secret_is_told(engine: str, host: str) -> None:
+def test_a_server_that_is_not_there_is_worth_a_retry_and_no_secret_is_told(host: str) -> None:
     options = {"key": "K", "secret": "S", "endpoint_url": f"http://user:canary@{host}"}
-    with closing(open_storage("s3://test/away", storage_options=options, engine=engine)) as storage:
+    with closing(open_storage("s3://test/away", storage_options=options)) as storage:
         for name, operation in OPERATIONS.items():
             error = error_of(lambda operation=operation: operation(storage))  # type: ignore[misc]
             assert type(error) is StorageUnavailable, name
@@ -140,12 +139,10 @@ def test_an_upload_reset_midway_leaves_nothing(storage: Any, fault: Any) -> None
 
 
 def test_a_missing_bucket_is_no_missing_file(fast_s3: S3Server) -> None:
-    for engine in ("obstore", "sdk"):
-        storage = open_storage("s3://nowhere/x", storage_options=fast_s3.storage_options, engine=engine)
-        error = error_of(lambda storage=storage: storage.read("k"))  # type: ignore[misc]
+    with closing(open_storage("s3://nowhere/x", storage_options=fast_s3.storage_options)) as storage:
+        error = error_of(lambda: storage.read("k"))
         assert type(error) is StorageError
         assert "bucket" in str(error)
-        storage.close()
 
 
 def test_a_lost_answer_to_a_create_can_be_settled(storage: Any, fault: Any) -> None:
@@ -248,7 +245,7 @@ def test_an_upload_of_fsspec_begins_again(fast_s3: S3Server, fault: Any, match: 
         assert storage.stat("large").size_bytes == 3 * len(PART)
 
 
-@pytest.mark.parametrize("engine", ["obstore", "sdk", "fsspec"])
+@pytest.mark.parametrize("engine", ["native", "fsspec"])
 def test_what_is_too_large_for_a_proxy(
     fast_s3: S3Server, fault: Any, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,15 +296,12 @@ def test_requests_in_flight_share_one_renewal(storage: Any, fault: Any, fast_s3:
     storage.write("0", [PART[:9]])
 
 
-@pytest.mark.parametrize("engine", ["obstore", "sdk"])
-def test_new_keys_that_come_late_are_found(
-    fast_s3: S3Server, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_keys_that_come_late_are_found(fast_s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
     keys.write_text("[default]\naws_access_key_id = old\naws_secret_access_key = s\n")
     options = {**fast_s3.storage_options, "key": None, "secret": None}
-    storage = open_storage("s3://test/late", storage_options=options, engine=engine)
+    storage = open_storage("s3://test/late", storage_options=options)
 
     def authorize(request: Any) -> None:
         if "Credential=new/" not in request.headers["authorization"]:

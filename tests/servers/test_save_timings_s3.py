@@ -26,7 +26,7 @@ def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def some_store(server: S3Server, **keywords: Any) -> ckptstore.CheckpointStore:
     uri = f"s3://test/timings/{os.urandom(4).hex()}"
-    return ckptstore.open_store(uri, storage_options=server.storage_options, engine="obstore", **keywords)
+    return ckptstore.open_store(uri, storage_options=server.storage_options, **keywords)
 
 
 def some_files(path: Path, *, large_bytes: int = 0) -> Path:

@@ -56,6 +56,6 @@ def test_what_is_installed_is_what_is_pinned() -> None:
 
 
 def test_the_extras_are_the_promised_ones() -> None:
-    extras = ["torch", "s3", "gcs", "azure", "fast", "ray", "lightning", "transformers", "otel", "mlflow", "wandb"]
+    extras = ["torch", "s3", "gcs", "azure", "ray", "lightning", "transformers", "otel", "mlflow", "wandb"]
     extras += ["fsspec-clouds", "torchtitan", "torch-checkpointing", "serve", "demo", "bench", "publish", "pull", "dev"]
     assert set(PROJECT["project"]["optional-dependencies"]) == set(extras)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -105,25 +104,17 @@ def test_a_package_of_no_extra_that_is_missing_is_said_to_be_missing(monkeypatch
         open_storage("ftp://host/run")
 
 
-def test_obstore_is_used_only_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    choice = choose_engine("s3://bucket")
-    assert (choice.engine, "[fast]" in choice.reason) == ("sdk", True)
-    with pytest.raises(InvalidInput, match="obstore is not installed"):
-        choose_engine("s3://bucket", engine="obstore")
-
-
 def test_engines_and_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="engine"):
-        open_storage(tmp_path, engine="sdk")
+        open_storage(tmp_path, engine="native")
     with pytest.raises(InvalidInput, match="storage_options"):
         open_storage("memory://x", storage_options={"key": "value"})
     with pytest.raises(InvalidInput, match="must be"):
         open_storage("s3://bucket", engine="boto3")
-    with pytest.raises(InvalidInput, match="obstore does not know"):
-        choose_engine("ftp://host/x", engine="obstore")
+    with pytest.raises(InvalidInput, match="native does not know"):
+        choose_engine("ftp://host/x", engine="native")
     assert choose_engine("ftp://host/x").engine == "fsspec"
-    assert choose_engine("s3://bucket", engine="sdk").reason == "it was asked for"
+    assert choose_engine("s3://bucket", engine="native").reason == "it was asked for"
 
 
 @pytest.mark.parametrize(
@@ -153,16 +144,16 @@ def test_what_is_shown_of_a_uri(uri: str, shown: str) -> None:
     ("uri", "name", "value"),
     [("s3://b", "use_sll", False), ("s3://b", "version_aware", True), ("gs://b", "requester_pays", True)],
 )
-def test_an_option_that_the_sdk_does_not_obey_is_refused_whatever_its_value(uri: str, name: str, value: bool) -> None:
+def test_an_option_that_is_not_obeyed_is_refused_whatever_its_value(uri: str, name: str, value: bool) -> None:
     with pytest.raises(InvalidInput, match=f"storage_options\\['{name}'\\] cannot be used"):
-        open_storage(uri, engine="sdk", storage_options={name: value})
+        open_storage(uri, storage_options={name: value})
 
 
 def test_an_option_that_is_off_is_no_reason_to_refuse() -> None:
-    open_storage("s3://b", engine="sdk", storage_options={"version_aware": False, "session": None}).close()
+    open_storage("s3://b", storage_options={"version_aware": False, "session": None}).close()
 
 
 def test_a_token_with_a_slash_is_a_file_and_is_never_sent() -> None:
-    storage = open_storage("gs://b", engine="sdk", storage_options={"token": "/nowhere/credentials"})
+    storage = open_storage("gs://b", storage_options={"token": "/nowhere/credentials"})
     with pytest.raises(CkptstoreError, match=r"credentials|DefaultCredentialsError"):
         storage.stat("a")

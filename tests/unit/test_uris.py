@@ -110,14 +110,14 @@ def server() -> Iterator[S3Server]:
 ALIKE = ("exp#1", "exp#2", "exp", "a b", "a%20b", "a+b", "a%2Fb", "a/b", "é", "e\u0301", "run@3", "~:x")
 
 
-def test_both_engines_of_s3_find_one_name_at_one_key(server: S3Server) -> None:
+def test_s3_has_each_name_at_one_key(server: S3Server) -> None:
     options, objects = server.storage_options, server.objects.buckets["test"]
-    for name, engine in zip(ALIKE, ("obstore", "sdk") * len(ALIKE), strict=False):
-        storage = open_storage(f"s3://test/alike/{name}", storage_options=options, engine=engine)
+    for name in ALIKE:
+        storage = open_storage(f"s3://test/alike/{name}", storage_options=options)
         storage.write("x", [memoryview(name.encode())])
     assert {key for key in objects if key.startswith("alike/")} == {f"alike/{name}/x" for name in ALIKE}
-    for name, engine in zip(ALIKE, ("sdk", "obstore") * len(ALIKE), strict=False):
-        storage = open_storage(f"s3://test/alike/{name}", storage_options=options, engine=engine)
+    for name in ALIKE:
+        storage = open_storage(f"s3://test/alike/{name}", storage_options=options)
         assert storage.read("x") == name.encode()
         assert "x" in [file.key for file in storage.list("")]
 
@@ -142,12 +142,11 @@ def test_google_and_azure_are_asked_for_the_very_name(name: str) -> None:
 def test_runs_whose_names_differ_behind_a_mark_do_not_meet(server: S3Server, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("of one")
     options = server.storage_options
-    for engine in ("obstore", "sdk"):
-        with ckptstore.open_store(f"s3://test/{engine}#1", storage_options=options, engine=engine) as store:
-            checkpoint = store.save_directory(1, tmp_path)
-        with ckptstore.open_store(f"s3://test/{engine}#2", storage_options=options, engine=engine) as store:
-            assert store.resume() is None
-        assert ckptstore.Checkpoint.from_uri(checkpoint.uri, storage_options=options).step == 1
+    with ckptstore.open_store("s3://test/run#1", storage_options=options) as store:
+        checkpoint = store.save_directory(1, tmp_path)
+    with ckptstore.open_store("s3://test/run#2", storage_options=options) as store:
+        assert store.resume() is None
+    assert ckptstore.Checkpoint.from_uri(checkpoint.uri, storage_options=options).step == 1
 
 
 @pytest.mark.parametrize("rest", ["", "/name", "/name/path"])

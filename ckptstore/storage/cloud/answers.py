@@ -16,26 +16,6 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+|-1)/(\d+|\*)")  # Azurite says "0--1/0" o
 _PLAIN = frozenset({"", "identity", "aws-chunked"})
 
 
-def check_answer(
-    key: str,
-    *,
-    first: int = 0,
-    encoding: str | None = None,
-    found: str | None = None,
-    offset: int = 0,
-    version: str | None = None,
-) -> None:
-    """Raise StorageUnavailable unless a body that begins at byte `first` of the version `found` may be the response to
-    a request for bytes from `offset` on, of `version`. It may have more or fewer bytes than requested: the reader
-    counts them."""
-    if (encoding or "").strip().lower() not in _PLAIN:
-        raise wrong(key, f"it is encoded as {encoding}")
-    if first != offset:
-        raise wrong(key, f"it begins at byte {first}, and {offset} was asked for")
-    if version is not None and found is not None and found.strip('"') != version.strip('"'):
-        raise wrong(key, "it is of another version than was asked for")
-
-
 def check_head(
     key: str,
     status: int,
@@ -45,7 +25,8 @@ def check_head(
     offset: int = 0,
     version: str | None = None,
 ) -> int | None:
-    """Check the head of a response as `check_answer` does; return the size of the file, None if it is not stated."""
+    """Raise StorageUnavailable unless the head of a response fits a request for bytes from `offset` on, of `version`.
+    Return the size of the file, None if it is not stated. The body may be shorter or longer: its reader counts."""
     headers = {name.lower(): value for name, value in headers.items()}
     length, first, total = headers.get("content-length", ""), 0, headers.get("content-length", "")
     if status == 206:
@@ -57,8 +38,13 @@ def check_head(
             raise wrong(key, f"it is said to have {length} bytes, and to be of the range {first}-{last}")
     elif status != 200:  # the whole file
         raise wrong(key, f"its status is {status}")
-    encoding, found = headers.get("content-encoding"), headers.get(version_header)
-    check_answer(key, first=first, encoding=encoding, found=found, offset=offset, version=version)
+    encoding, found = headers.get("content-encoding", ""), headers.get(version_header)
+    if encoding.strip().lower() not in _PLAIN:
+        raise wrong(key, f"it is encoded as {encoding}")
+    if first != offset:
+        raise wrong(key, f"it begins at byte {first}, and {offset} was asked for")
+    if version is not None and found is not None and found.strip('"') != version.strip('"'):
+        raise wrong(key, "it is of another version than was asked for")
     return int(total) if total.isdigit() else None
 
 

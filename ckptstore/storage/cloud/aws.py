@@ -1,5 +1,4 @@
-"""S3 by the settings and credentials of botocore: the engine "sdk" on S3, and for the obstore engine the parts and the
-large reads.
+"""S3 by the settings and credentials of botocore.
 
 Requests run on the calling thread, not on s3fs' one event loop, and `wire` sends them. Those of every save and load are
 made and signed here, the others by botocore. botocore itself sends only what goes to a proxy by TLS, or by an option
@@ -27,7 +26,7 @@ from typing import Any
 from urllib.parse import quote, unquote_plus, urlsplit
 from xml.etree import ElementTree
 
-from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageUnavailable
+from ckptstore.errors import AccessDenied, CkptstoreError, FileMissing, StorageError, StorageUnavailable
 from ckptstore.format.digest import Digest
 from ckptstore.runtime.beat import beat
 from ckptstore.storage.base import PartWriter, StoredFile, UploadGone
@@ -76,7 +75,7 @@ class S3Files(CloudFiles):
 
     def call(self, operation: str, *, file: str, **parameters: Any) -> Any:
         """Make one request; `file` is the key that an error names."""
-        with self.sdk_seam(foreign.sized(operation, parameters.get("ContentLength", 0)), file):
+        with self.seam(foreign.sized(operation, parameters.get("ContentLength", 0)), file):
             return self._answer(operation, parameters if operation in _FOR_THE_OWNER else self._payer | parameters)
 
     def _answer(self, operation: str, parameters: dict[str, Any]) -> Any:
@@ -106,7 +105,7 @@ class S3Files(CloudFiles):
 
     def read(self, key: str) -> bytes:
         answer = self.call("get_object", file=key, Key=self.full(key))
-        with self.sdk_seam("read", key), answer["Body"] as body:
+        with self.seam("read", key), answer["Body"] as body:
             check_head(key, *_head(answer))
             return bytes(body.read())
 
@@ -114,7 +113,7 @@ class S3Files(CloudFiles):
         pin = {"IfMatch": version} if version else {}
         end = offset + filling.missing_bytes
         answer = self.call("get_object", file=key, Key=self.full(key), Range=f"bytes={offset}-{end - 1}", **pin)
-        with self.sdk_seam("read", key), answer["Body"] as body:
+        with self.seam("read", key), answer["Body"] as body:
             file_bytes = check_head(key, *_head(answer), offset=offset, version=version)
             filling.read_from(body.readinto, filling.missing_bytes if isinstance(body, HttpAnswer) else PIECE_BYTES)
         return file_bytes
@@ -123,7 +122,7 @@ class S3Files(CloudFiles):
         from botocore.exceptions import ClientError
 
         place = {"Key": self.full(key), **self._payer}
-        with self.sdk_seam("stat", key):
+        with self.seam("stat", key):
             try:
                 answer = self._answer("head_object", place)
             except ClientError as error:
@@ -252,13 +251,6 @@ class S3Files(CloudFiles):
     def resolved(self) -> dict[str, str]:
         return self._settings.resolved()
 
-    def giver(self) -> chains.Giver:
-        found = self._settings.credentials()
-        if found is None:  # a session does not read a file again
-            self._settings.renew_credentials()
-            found = self._settings.credentials()
-        return chains.aws_giver(found)
-
     def close(self) -> None:
         super().close()
         if self.is_here:
@@ -273,7 +265,7 @@ class S3Files(CloudFiles):
             self._http = _http_client(client.meta, self._settings.route.verify)
         if self._http is not None:
             client.meta.events.register_first("before-send.s3", functools.partial(_sent, self._http))
-        if not self._clock.is_own:
+        if self._clock.ahead_seconds:
             sign_by(self._clock, client)
         self._usual = None
         address, s3_options = self._settings.address, client.meta.config.s3
@@ -302,7 +294,7 @@ class S3Files(CloudFiles):
         self._renew_connections()
         return found_others
 
-    def _translated_of_sdk(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
+    def _translated(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
         from botocore import exceptions
 
         if isinstance(error, exceptions.ClientError):
@@ -314,6 +306,9 @@ class S3Files(CloudFiles):
             again = self.remedy(status, code, text, what=what, key=key, number=number, date=date)
             if again is not None:
                 return again
+            is_malformed = code == "AuthorizationHeaderMalformed" and "Region" in error.response["Error"]
+            if is_malformed or status in (301, 302, 307, 308):
+                return self._elsewhere(what, key, number)
             storage_class = str(error.response.get("Error", {}).get("StorageClass", ""))
             more: dict[str, Any] = {
                 "storage_class": storage_class,
@@ -340,6 +335,18 @@ class S3Files(CloudFiles):
             url, through = self._settings.address.endpoint_url, self._settings.route.through
             return foreign.broken_off(error, what=what, key=key, url=url, through=through)
         return foreign.unexpected(error, what=what, key=key)
+
+    def _elsewhere(self, what: str, key: str, number: int) -> StorageError:
+        """Return the error for a bucket in another region, after S3 was asked for the region."""
+
+        def relocate() -> None:
+            self._settings.relocate()
+            self._renew_connections()
+
+        region = self._settings.address.region
+        kind = StorageUnavailable if self._renewals.renew(number, relocate) else StorageError
+        hint = "Name its region in AWS_REGION or in client_kwargs.region_name"
+        return kind(f"{what}: the bucket is not in the region {region}", file=key, hint=hint)
 
 
 _METHODS = {"get_object": "GET", "head_object": "HEAD", "list_objects_v2": "GET", "put_object": "PUT"}

@@ -59,7 +59,6 @@ class AwsSettings:
         self.options = {name: value for name, value in options.items() if value is not None}
         self._lock = threading.Lock()
         self._region: str | None = None
-        self.signs_payloads = False
         check_endpoint(self.options.get("endpoint_url") or self._inside("client_kwargs").get("endpoint_url"))
         for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
             check_endpoint(os.environ.get(name))
@@ -169,17 +168,6 @@ class AwsSettings:
         with foreign.seam(lambda error: _refused(error, self._profile_from)):
             self.address = self._addressed()
 
-    def credentials(self) -> Any:
-        """Return botocore's credentials, None if it finds none. Asks the services that the configuration names."""
-        from botocore.credentials import Credentials
-
-        given = self.given_keys
-        if "aws_access_key_id" in given:
-            return Credentials(
-                given["aws_access_key_id"], given.get("aws_secret_access_key"), given.get("aws_session_token")
-            )
-        return self._session.get_credentials()
-
     def renew_credentials(self) -> bool | None:
         """Look up the credentials again, for all clients that are made from now on. Return True if others were found,
         or if they could not be read, as may be while somebody writes them."""
@@ -234,7 +222,6 @@ class AwsSettings:
             taken.append(request)
             return AWSResponse(request.url, 200, {}, SimpleNamespace(stream=lambda: iter(())))  # an empty body
 
-        self.signs_payloads = bool((client.meta.config.s3 or {}).get("payload_signing_enabled"))
         client.meta.events.register_first("before-send.s3", take)
         try:
             client.head_object(Bucket=self.bucket, Key=_KEY)

@@ -1,4 +1,4 @@
-"""Azure Blob Storage through its SDK: the engine "sdk" on Azure, and the parts of the obstore engine.
+"""Azure Blob Storage through its SDK.
 
 Beside `chains` the only importer of azure, the SDK of adlfs. Requests run on the calling thread, not on adlfs' one
 event loop. Over HTTPS the transport protects a body in transit; bodies have no checksum, as the only one that the SDK
@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import http.client
 import logging
+import os
 import re
 import time
 import uuid
@@ -19,18 +20,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from email.utils import formatdate
 from typing import Any
+from urllib.parse import urlsplit
 
-from ckptstore.errors import CkptstoreError, FileMissing, StorageUnavailable
+from ckptstore.errors import CkptstoreError, FileMissing, InvalidInput, StorageUnavailable
 from ckptstore.format.digest import Digest
 from ckptstore.storage.base import PartWriter, StoredFile
 from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.answers import check_head
 from ckptstore.storage.cloud.bodies import Filling, ViewsBody, part_bytes, total_bytes
-from ckptstore.storage.cloud.client_options import azure_key, azure_names, azure_url, requests_route
 from ckptstore.storage.cloud.files import CloudFiles, OpenedAs
-from ckptstore.storage.cloud.routes import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS
+from ckptstore.storage.cloud.routes import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, requests_route
 from ckptstore.storage.uri import Location
 
+VARIABLES = {
+    "connection_string": "AZURE_STORAGE_CONNECTION_STRING",
+    "account_name": "AZURE_STORAGE_ACCOUNT_NAME",
+    "account_key": "AZURE_STORAGE_ACCOUNT_KEY",
+    "sas_token": "AZURE_STORAGE_SAS_TOKEN",
+    "client_id": "AZURE_STORAGE_CLIENT_ID",
+    "client_secret": "AZURE_STORAGE_CLIENT_SECRET",
+    "tenant_id": "AZURE_STORAGE_TENANT_ID",
+}
 _MAX_PUT_BYTES = 5000 << 20
 _READ_BYTES = 16 << 20
 _COPY_POLL_SECONDS = 0.5
@@ -50,11 +60,11 @@ class AzureFiles(CloudFiles):
 
     def _put(self, key: str, views: Sequence[memoryview], *, new: bool) -> None:
         # The SDK sends a whole blob from bytes alone; parts go out as views.
-        with self.sdk_seam(foreign.sized("create" if new else "write", total_bytes(views)), key):
+        with self.seam(foreign.sized("create" if new else "write", total_bytes(views)), key):
             self.blob(key).upload_blob(b"".join(views), overwrite=not new)
 
     def read(self, key: str) -> bytes:
-        with self.sdk_seam("read", key):
+        with self.seam("read", key):
             return bytes(self.blob(key).download_blob(raw_response_hook=_checking(key)).readall())
 
     def _fill(self, key: str, filling: Filling, offset: int, version: str | None) -> int | None:
@@ -63,22 +73,22 @@ class AzureFiles(CloudFiles):
         pin: dict[str, Any] = {"offset": offset, "length": filling.missing_bytes}
         if version:
             pin |= {"etag": f'"{version}"', "match_condition": MatchConditions.IfNotModified}
-        with self.sdk_seam("read", key):
+        with self.seam("read", key):
             answer = self.blob(key).download_blob(raw_response_hook=_checking(key, version), **pin)
             for chunk in answer.chunks():
                 filling.take(chunk)
         return int(answer.properties.size)
 
     def stat(self, key: str) -> StoredFile:
-        with self.sdk_seam("stat", key):
+        with self.seam("stat", key):
             return _stored(key, self.blob(key).get_blob_properties())
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
         cut = len(self.full(""))
-        with self.sdk_seam("list", prefix):
+        with self.seam("list", prefix):
             found = iter(self.client.list_blobs(name_starts_with=self.full(prefix), include=["metadata"]))
         while True:
-            with self.sdk_seam("list", prefix):
+            with self.seam("list", prefix):
                 item = next(found, None)
             if item is None:
                 return
@@ -86,11 +96,11 @@ class AzureFiles(CloudFiles):
                 yield _stored(item.name[cut:], item)
 
     def _delete_one(self, key: str) -> None:
-        with suppress(FileMissing), self.sdk_seam("delete", key):
+        with suppress(FileMissing), self.seam("delete", key):
             self.blob(key).delete_blob()
 
     def copy(self, source_key: str, key: str, *, files: AzureFiles | None = None) -> None:
-        with self.sdk_seam("copy", source_key):
+        with self.seam("copy", source_key):
             target = self.blob(key)
             status = target.start_copy_from_url((files or self).blob(source_key).url)["copy_status"]
             while status == "pending":
@@ -155,10 +165,6 @@ class AzureFiles(CloudFiles):
             **self._route.told(url),
         }
 
-    def giver(self) -> chains.Giver:
-        key = azure_key(self._names)
-        return (lambda: key) if key else chains.azure_giver(self._credential())
-
     def _credential(self) -> Any:
         names = self._names
         for name in ("credential", "account_key", "sas_token"):
@@ -166,11 +172,19 @@ class AzureFiles(CloudFiles):
                 return names[name]
         if names.get("anon"):
             return None
-        if names.get("client_secret"):
-            return chains.AzureSecret(names["tenant_id"], names["client_id"], names["client_secret"])
-        return chains.AzureChain()
+        from azure.identity import ClientSecretCredential, DefaultAzureCredential
 
-    def _translated_of_sdk(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
+        if names.get("client_secret"):
+            secret = ClientSecretCredential(
+                names["tenant_id"],
+                names["client_id"],
+                names["client_secret"],
+                retry_total=0,  # there is one layer of retries, above
+            )
+            return chains.AzureTokens(secret)
+        return chains.AzureTokens(DefaultAzureCredential())
+
+    def _translated(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
         from azure.core import exceptions
 
         if isinstance(error, exceptions.ClientAuthenticationError) and error.status_code is None:
@@ -204,7 +218,7 @@ class _Blocks:
     def write_part(self, offset: int, views: Sequence[memoryview], digest: Digest | None = None) -> None:
         number = offset // self._part_bytes
         block_id = base64.b64encode(f"{self._writer_id}-{number:06d}".encode()).decode()
-        with self._files.sdk_seam(foreign.sized("write", total_bytes(views)), self._key):
+        with self._files.seam(foreign.sized("write", total_bytes(views)), self._key):
             self._files.blob(self._key).stage_block(block_id, ViewsBody(views), length=total_bytes(views))
         self._block_ids[number] = block_id
 
@@ -213,7 +227,7 @@ class _Blocks:
         from azure.storage.blob import BlobBlock
 
         blocks = [BlobBlock(block_id) for _, block_id in sorted(self._block_ids.items())]
-        with self._files.sdk_seam("finish", self._key):
+        with self._files.seam("finish", self._key):
             self._files.blob(self._key).commit_block_list(blocks)
 
     def abort(self) -> None:
@@ -243,3 +257,61 @@ def _checking(key: str, version: str | None = None) -> Callable[[Any], None]:
 def _stored(key: str, properties: Any) -> StoredFile:
     etag = str(properties.etag or "").strip('"')  # a listing has it without quotes
     return StoredFile(key, int(properties.size), properties.last_modified.timestamp(), etag or None)
+
+
+def azure_names(location: Location, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return adlfs' options, completed from the environment and the URI, with the URL of the account. Raises
+    InvalidInput if URI and options name different accounts."""
+    names: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    account = location.account.partition(".")[0]
+    if account and "account_name" not in names:
+        names["account_name"] = account
+    for name, variable in VARIABLES.items():
+        if name not in names and os.environ.get(variable):
+            names[name] = os.environ[variable]
+    connected = from_connection_string(names.get("connection_string") or "").get("account_name")
+    for other in (names.get("account_name"), connected):
+        if account and other and other != account:
+            hint = "Leave one of them out; a connection string may be in the environment"
+            raise InvalidInput(f"{location.uri} names the account {account}, its options name {other}", hint=hint)
+    if os.environ.get("AZURE_STORAGE_ANON", "false").lower() not in ("false", "0", "f", ""):
+        names.setdefault("anon", True)
+    host = names.get("account_host") or f"{names.get('account_name', '')}.blob.core.windows.net"
+    names["account_url"] = host if "://" in host else f"https://{host}"
+    return names
+
+
+def azure_url(names: Mapping[str, Any]) -> str:
+    """Return the URL of an account, from the result of `azure_names`."""
+    connected = from_connection_string(names.get("connection_string") or "")
+    return str(connected.get("endpoint") or names["account_url"])
+
+
+_DEVELOPMENT = {
+    "account_name": "devstoreaccount1",
+    "account_key": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==",
+    "endpoint": "http://127.0.0.1:10000/devstoreaccount1",
+}
+"""The account of every emulator, as Azure documents it."""
+
+
+def from_connection_string(text: str) -> dict[str, Any]:
+    """Return the account, the key or SAS, and the endpoint of an Azure connection string."""
+    pairs = (item.partition("=") for item in text.split(";") if item.strip())
+    fields = {name.strip().lower(): value.strip() for name, _, value in pairs}
+    if fields.get("usedevelopmentstorage", "").lower() == "true":
+        return dict(_DEVELOPMENT)
+    config: dict[str, Any] = {}
+    for name, target in (("accountname", "account_name"), ("accountkey", "account_key")):
+        if name in fields:
+            config[target] = fields[name]
+    if "sharedaccesssignature" in fields:
+        config["sas_token"] = fields["sharedaccesssignature"].removeprefix("?")
+    if "blobendpoint" in fields:
+        config["endpoint"] = fields["blobendpoint"].rstrip("/")
+        config.setdefault("account_name", urlsplit(config["endpoint"]).netloc.partition(".")[0])
+    elif "account_name" in config:
+        suffix = fields.get("endpointsuffix", "core.windows.net")
+        protocol = fields.get("defaultendpointsprotocol", "https")
+        config["endpoint"] = f"{protocol}://{config['account_name']}.blob.{suffix}"
+    return config

@@ -1,8 +1,4 @@
-"""The SDKs' own chains of credentials, adapted for obstore, and the translation of their errors.
-
-obstore knows keys from the environment, web identities and the metadata services. The chains of the SDKs know more:
-profiles, single sign-on, `credential_process`, workload identity federation, `az login`. They are asked again whenever
-a credential is about to expire, so nothing is frozen.
+"""The SDKs' own chains of credentials, and the translation of their errors.
 
 A credential service that does not respond is a passing error, like a storage that does not respond. For a metadata
 service in trouble the SDKs report only that they found no credentials. So this module asks it once more: one that
@@ -21,15 +17,13 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from ckptstore.errors import AccessDenied, CkptstoreError, StorageUnavailable
 from ckptstore.storage.cloud import foreign
 from ckptstore.storage.uri import Kind
 
-_LIFE = timedelta(minutes=10)
-"""The time after which the chain is asked again for a credential; the chains keep and refresh their own."""
 _ASK_SECONDS = 2.0
 _METADATA = "http://169.254.169.254"
 _WAYS = {
@@ -43,63 +37,10 @@ _WAYS = {
 """The ways to set credentials, and the cloud's own page on them."""
 
 
-Giver = Callable[[], dict[str, Any]]
-"""Returns the current credentials."""
-
-
-class Provider:
-    """Gives obstore its credentials, and keeps the last error: obstore reports only that there was one."""
-
-    def __init__(self, kind: Kind, make: Callable[[], Giver], *, profile: str | None = None, had: bool = False) -> None:
-        """Find the source. `had` is True if credentials were found before. Raises AccessDenied if the SDK finds none,
-        StorageUnavailable if it could not look."""
-        self.error: CkptstoreError | None = None
-        """The error of the last try, None if it succeeded."""
-        self._kind, self._profile, self._had = kind, profile, had
-        with foreign.seam(self._translated):
-            self._give = make()
-
-    def __call__(self) -> dict[str, Any]:
-        try:
-            with foreign.seam(self._translated):
-                found = self._give()
-        except CkptstoreError as error:
-            self.error = error
-            raise
-        self.error, self._had = None, True
-        return found
-
-    def _translated(self, error: Exception) -> CkptstoreError:
-        what = "credentials"
-        if self._kind == "s3":
-            refused = aws_refusal(error, what=what, key="", profile=self._profile, had=self._had)
-            return refused or _refusal("s3", foreign.passing_trouble(error), what=what, key="")
-        return (google_refusal if self._kind == "gcs" else azure_refusal)(error, what=what, key="")
-
-
 def _refusal(kind: Kind, trouble: str | None, *, what: str, key: str) -> CkptstoreError:
     if trouble:
         return StorageUnavailable(f"{what}: the service of credentials gives none: {trouble}", file=key or None)
     return AccessDenied(f"{what}: no usable credentials were found", file=key or None, hint=_WAYS[kind])
-
-
-def aws_giver(credentials: Any) -> Giver:
-    """Return a giver of botocore's credentials. Raises NoCredentialsError of botocore for None."""
-    import botocore.exceptions
-
-    if credentials is None:
-        raise botocore.exceptions.NoCredentialsError
-
-    def give() -> dict[str, Any]:
-        frozen = credentials.get_frozen_credentials()
-        return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
-            "expires_at": datetime.now(UTC) + _LIFE,
-        }
-
-    return give
 
 
 def aws_refusal(
@@ -163,20 +104,6 @@ def _is_passing(status: int | None) -> bool:
     return status is not None and (status in (408, 410, 429) or status >= 500)
 
 
-def google_giver(credentials: Any) -> Giver:
-    """Return a giver of google-auth's tokens."""
-    import google.auth.transport.requests
-
-    def give() -> dict[str, Any]:
-        now = datetime.now(UTC).replace(tzinfo=None)  # as google-auth keeps its times
-        if not credentials.valid or (credentials.expiry and credentials.expiry - _LIFE < now):
-            credentials.refresh(google.auth.transport.requests.Request())
-        expiry = credentials.expiry.replace(tzinfo=UTC) if credentials.expiry else None
-        return {"token": credentials.token, "expires_at": expiry}
-
-    return give
-
-
 def google_refusal(error: Exception, *, what: str, key: str) -> CkptstoreError:
     """Translate an error of google-auth."""
     from google.auth import exceptions
@@ -200,73 +127,33 @@ def google_refusal(error: Exception, *, what: str, key: str) -> CkptstoreError:
     return _refusal("gcs", trouble, what=what, key=key)
 
 
-def azure_giver(credential: Any) -> Giver:
-    """Return a giver of azure-identity's tokens."""
+class AzureTokens:
+    """A credential of azure-identity without its warnings. Keeps the errors of the members of a chain, of which the
+    chain makes one text."""
 
-    def give() -> dict[str, Any]:
-        token = credential.get_token("https://storage.azure.com/.default")
-        return {"token": token.token, "expires_at": datetime.fromtimestamp(token.expires_on, UTC)}
-
-    return give
-
-
-class AzureChain:
-    """The default chain of Azure. Keeps the errors of its members, of which the chain makes one text."""
-
-    def __init__(self) -> None:
-        from azure.identity import DefaultAzureCredential
-
-        self._heard = threading.local()
-        self._chain = DefaultAzureCredential()
-        self._chain.credentials = tuple(_Member.of(member, self._heard) for member in self._chain.credentials)
+    def __init__(self, inner: Any) -> None:
+        self._inner, self._heard = inner, threading.local()
+        for member in getattr(inner, "credentials", ()):
+            member.get_token = partial(self._hear, member.get_token)
 
     def get_token(self, *scopes: str, **options: Any) -> Any:
         """See `azure.core.credentials.TokenCredential`."""
         self._heard.errors = []
         try:
             with _without_warnings():
-                return self._chain.get_token(*scopes, **options)
+                return self._inner.get_token(*scopes, **options)
         except Exception as error:
             error.args = (*error.args, *self._heard.errors)
             raise
         finally:
             self._heard.errors = []
 
-
-class _Member:
-    """One credential of a chain."""
-
-    def __init__(self, inner: Any, heard: threading.local) -> None:
-        self._inner = inner
-        self._heard = heard
-
-    @staticmethod
-    def of(inner: Any, heard: threading.local) -> _Member:
-        """Return a member of a class with the inner one's class name, which the chain puts into its texts."""
-        made: type[_Member] = type(type(inner).__name__, (_Member,), {})
-        return made(inner, heard)
-
-    def get_token(self, *scopes: str, **options: Any) -> Any:
+    def _hear(self, get_token: Callable[..., Any], *scopes: str, **options: Any) -> Any:
         try:
-            return self._inner.get_token(*scopes, **options)
+            return get_token(*scopes, **options)
         except Exception as error:
             self._heard.errors.append(error)
             raise
-
-
-class AzureSecret:
-    """A service principal with its secret."""
-
-    def __init__(self, tenant_id: str, client_id: str, client_secret: str) -> None:
-        from azure.identity import ClientSecretCredential
-
-        # There is one layer of retries, above.
-        self._inner = ClientSecretCredential(tenant_id, client_id, client_secret, retry_total=0)
-
-    def get_token(self, *scopes: str, **options: Any) -> Any:
-        """See `azure.core.credentials.TokenCredential`."""
-        with _without_warnings():
-            return self._inner.get_token(*scopes, **options)
 
 
 _AZURE_LOGGERS = ("azure.identity", "msal")

@@ -17,7 +17,6 @@ from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import ProcessBound, Storage
 from ckptstore.storage.cloud import foreign
 from ckptstore.storage.cloud.bodies import Filling, part_bytes
-from ckptstore.storage.cloud.chains import Giver
 from ckptstore.storage.uri import Location
 
 logger = logging.getLogger("ckptstore")
@@ -80,17 +79,9 @@ class Clock:
     def __init__(self) -> None:
         self.ahead_seconds = 0.0
         """The seconds by which the server's clock is ahead of this machine's."""
-        self.is_doubted = False
-        """True from a refusal that did not come with the server's time to the next response that does."""
-
-    @property
-    def is_own(self) -> bool:
-        """True as long as requests may be signed by the clock of this machine."""
-        return not self.ahead_seconds and not self.is_doubted
 
     def correct(self, date: str | None, *, server: str) -> bool:
         """Take over the time in the header `Date` of a response. Return True if it is not what was known."""
-        self.is_doubted = date is None
         ahead_seconds = self.ahead_seconds if date is None else _seconds_ahead(date)
         if abs(ahead_seconds - self.ahead_seconds) <= _CLOCK_SECONDS:
             return False
@@ -252,10 +243,6 @@ class CloudFiles(Renewing):
     def doubt(self, key: str, offset: int = 0, size_bytes: int | None = None) -> None:
         self._renew_connections()
 
-    @abstractmethod
-    def giver(self) -> Giver:
-        """Return a function that gives the credentials for these files to another client."""
-
     def close(self) -> None:
         if self.is_here:
             self._renew_connections(retained=0)
@@ -286,14 +273,13 @@ class CloudFiles(Renewing):
             client.close()
 
     @contextmanager
-    def sdk_seam(self, what: str, key: str) -> Iterator[int]:
+    def seam(self, what: str, key: str) -> Iterator[int]:
         """Translate errors of the SDK to those of ckptstore in a context, which gets the number of renewals."""
         what, number = f"{what} {self.uri}", self._renewals.number
-        with foreign.seam(lambda error: self._translated_of_sdk(error, what=what, key=key, number=number)):
+        with foreign.seam(lambda error: self._translated(error, what=what, key=key, number=number)):
             yield number
         self._renewals.prove(number)
-        self._clock.is_doubted = False
 
     @abstractmethod
-    def _translated_of_sdk(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
+    def _translated(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
         """Translate an error of the SDK, after a request that was sent at this number of renewals."""

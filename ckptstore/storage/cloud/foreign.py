@@ -1,4 +1,4 @@
-"""Translate foreign errors by type and status, for all object stores, so that both engines agree. Pure.
+"""Translate foreign errors by type and status, for all object stores, so that all engines agree. Pure.
 
     404                        FileMissing
     NoSuchUpload, ...          UploadGone: the file can be written from the beginning
@@ -26,7 +26,6 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
 from urllib.parse import urlsplit
 
 from ckptstore.errors import (
@@ -79,10 +78,8 @@ def seam(translate: Callable[[Exception], CkptstoreError]) -> Iterator[None]:
         return
     except CkptstoreError:
         raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of obstore
-            raise
-        ours = translate(cast(Exception, error))
+    except Exception as error:
+        ours = translate(error)
         names = [f"{type(item).__module__}.{type(item).__qualname__}" for item in chain_of(error)]
         ours.__cause__ = ForeignError(", from ".join(names)).with_traceback(error.__traceback__)
     try:

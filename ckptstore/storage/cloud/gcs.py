@@ -1,4 +1,4 @@
-"""Google Cloud Storage over its JSON API: the engine "sdk" on GCS, and the parts of the obstore engine.
+"""Google Cloud Storage over its JSON API.
 
 The only importer of google-auth (beside `chains`) and of requests, which gcsfs uses too. Requests run on the calling
 thread, not on one event loop. Each upload carries a checksum, which GCS checks before it makes the object visible.
@@ -37,13 +37,13 @@ from ckptstore.storage.cloud.bodies import (
     part_bytes,
     total_bytes,
 )
-from ckptstore.storage.cloud.client_options import GOOGLE, gcs_endpoint, requests_route, seconds_of
 from ckptstore.storage.cloud.files import CloudFiles, OpenedAs
-from ckptstore.storage.cloud.routes import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS
+from ckptstore.storage.cloud.routes import CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS, check_endpoint, requests_route
 from ckptstore.storage.uri import Location
 
 logger = logging.getLogger("ckptstore")
 
+_GOOGLE = "https://storage.googleapis.com"
 _SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 _LIST_FILES = 1000
 _MAX_COMPOSED = 32
@@ -59,12 +59,14 @@ class GcsFiles(CloudFiles):
     def __init__(self, location: Location, settings: Mapping[str, Any], opened_as: OpenedAs) -> None:
         super().__init__(location, settings, opened_as)
         self._bucket = f"/b/{quote(location.container, safe='')}"
-        endpoint = gcs_endpoint(settings)
+        endpoint = _endpoint_of(settings)
+        check_endpoint(endpoint)
         self._is_googles = endpoint is None
-        self._endpoint = (endpoint or GOOGLE).rstrip("/")
+        self._endpoint = (endpoint or _GOOGLE).rstrip("/")
         self._token = settings.get("token") or ("anon" if endpoint else None)
         self._route = requests_route(self._endpoint)
-        read_seconds = seconds_of(settings.get("timeout") or None, READ_TIMEOUT_SECONDS, "The timeout")
+        with foreign.seam(lambda _error: InvalidInput("The timeout is not a number of seconds")):
+            read_seconds = float(settings.get("timeout") or READ_TIMEOUT_SECONDS)
         self._timeout = (CONNECT_TIMEOUT_SECONDS, read_seconds)
 
     def call(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
@@ -74,7 +76,7 @@ class GcsFiles(CloudFiles):
 
     def _stream(self, method: str, path: str, *, what: str, key: str, **options: Any) -> Any:
         """Make one request; the body of its response is not read yet."""
-        with self.sdk_seam(what, key) as number:
+        with self.seam(what, key) as number:
             url = f"{self._endpoint}{path}"
             answer = self.client.request(method, url, timeout=self._timeout, stream=True, **options)
             if answer.status_code < 200:  # an interim response; the final one is still to come
@@ -86,7 +88,7 @@ class GcsFiles(CloudFiles):
         return answer
 
     def _json(self, answer: Any, *, what: str, key: str) -> Any:
-        with self.sdk_seam(what, key):
+        with self.seam(what, key):
             data = answer.content
         with complete(key):
             return {} if answer.status_code == 204 else parse_json(data)
@@ -157,7 +159,7 @@ class GcsFiles(CloudFiles):
         path = f"/storage/v1{self.object(key)}"
         with (
             self._stream("GET", path, what="read", key=key, params={"alt": "media"}) as answer,
-            self.sdk_seam("read", key),
+            self.seam("read", key),
         ):
             check_head(key, answer.status_code, answer.headers)
             return bytes(answer.content)
@@ -168,7 +170,7 @@ class GcsFiles(CloudFiles):
         path = f"/storage/v1{self.object(key)}"
         with (
             self._stream("GET", path, what="read", key=key, params=params, headers=headers) as answer,
-            self.sdk_seam("read", key),
+            self.seam("read", key),
         ):
             file_bytes = check_head(
                 key,
@@ -240,9 +242,6 @@ class GcsFiles(CloudFiles):
             **self._route.told(self._endpoint),
         }
 
-    def giver(self) -> chains.Giver:
-        return chains.google_giver(self._credentials())
-
     def _connect(self) -> Any:
         import requests
         from google.auth.transport.requests import AuthorizedSession
@@ -293,7 +292,7 @@ class GcsFiles(CloudFiles):
         is_anonymous = self._token == "anon"
         return again or foreign.from_status(answer.status_code, reason, key=key, what=what, anonymous=is_anonymous)
 
-    def _translated_of_sdk(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
+    def _translated(self, error: Exception, *, what: str, key: str, number: int) -> CkptstoreError:
         import google.auth.exceptions
         import requests
 
@@ -368,3 +367,11 @@ def _stored(key: str, item: Mapping[str, Any]) -> StoredFile:
         modified = datetime.fromisoformat(item["updated"]).timestamp()
         generation = item.get("generation")
         return StoredFile(key, int(item["size"]), modified, str(generation) if generation else None)
+
+
+def _endpoint_of(options: Mapping[str, Any]) -> str | None:
+    """Return the configured endpoint, None for Google's own."""
+    endpoint = options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST")
+    if not endpoint or endpoint == "default":
+        return None
+    return endpoint if "://" in endpoint else f"http://{endpoint}"

@@ -104,10 +104,10 @@ def route_to(url: str, bundles: Sequence[tuple[str, str | None]], *, verify: boo
         return Route(proxy_url, proxy_from)
     if verify is not None and verify is not True:
         return Route(proxy_url, proxy_from, verify, "verify")
-    system = system_bundle()
+    system = _system_bundle()
     for name, path in (*bundles, ("SSL_CERT_FILE", os.environ.get("SSL_CERT_FILE"))):
         if path:
-            return Route(proxy_url, proxy_from, path, "" if is_same_file(path, system) else name)
+            return Route(proxy_url, proxy_from, path, "" if _is_same_file(path, system) else name)
     return Route(proxy_url, proxy_from, system or True)
 
 
@@ -116,28 +116,17 @@ def variables(*names: str) -> list[tuple[str, str | None]]:
     return [(name, os.environ.get(name)) for name in names]
 
 
-def system_bundle() -> str | None:
+def _system_bundle() -> str | None:
     """Return the file of the certificates that this machine trusts, None if it has none."""
     return next((path for path in _BUNDLES if os.path.isfile(path)), None)
 
 
-def own_bundle() -> bytes | None:
-    """Return the certificates that Python's clients bring along, for a machine without any; None if certifi is not
-    installed."""
-    try:
-        import certifi
-    except ImportError:
-        return None
-    return certifi.contents().encode()
+def requests_route(url: str) -> Route:
+    """Return the route to GCS or Azure, whose SDKs use requests. Raises InvalidInput as `route_to` does."""
+    return route_to(url, variables("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"))
 
 
-def other_directory() -> bool:
-    """Return True if `SSL_CERT_DIR`, which some clients read, names other certificates than those of this machine."""
-    path, system = os.environ.get("SSL_CERT_DIR"), system_bundle()
-    return bool(path) and not is_same_file(path or "", os.path.dirname(system) if system else None)
-
-
-def is_same_file(path: str, other: str | None) -> bool:
+def _is_same_file(path: str, other: str | None) -> bool:
     """Return True if two paths lead to one existing file or directory."""
     with suppress(OSError):
         return other is not None and os.path.samefile(path, other)

@@ -18,8 +18,8 @@ from ckptstore.storage.cloud import chains, foreign
 from ckptstore.storage.cloud.aws import sign_by
 from ckptstore.storage.cloud.aws_settings import keys_of
 from ckptstore.storage.cloud.bodies import PART_BYTES, part_bytes, total_bytes
-from ckptstore.storage.cloud.client_options import INSIDE_FSSPEC
 from ckptstore.storage.cloud.files import Renewals, Renewing
+from ckptstore.storage.cloud.native import INSIDE_FSSPEC
 from ckptstore.storage.fsspec.generic import GenericStorage, class_for, stored
 from ckptstore.storage.uri import parse_uri
 

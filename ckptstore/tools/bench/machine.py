@@ -18,7 +18,7 @@ import torch
 from ckptstore.storage.uri import parse_uri
 from ckptstore.tools.bench.destination import Place
 
-_PACKAGES = ("ckptstore", "torch", "numpy", "awscrt", "fsspec", "obstore")
+_PACKAGES = ("ckptstore", "torch", "numpy", "awscrt", "fsspec")
 
 
 def describe(place: Place) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def drop_files(store: CheckpointStore) -> None:
 class Ckptstore(Contender):
     """`save` and `load` of a store. A job opens its store and claims it once, so that is not timed."""
 
-    name, family, packages = OURS, OURS, ("ckptstore", "torch", "awscrt", "obstore")
+    name, family, packages = OURS, OURS, ("ckptstore", "torch", "awscrt")
     role: ClassVar[Role] = "ckptstore"
     wrap: Callable[[CheckpointStore], CheckpointStore] = staticmethod(lambda store: store)
     """Wraps the store's storage."""

@@ -196,7 +196,7 @@ def _function(text: str) -> Any:
 
 @command(
     click.Argument(["uri"]),
-    option("--engine [obstore|sdk|fsspec]", "Use this storage engine, or fail."),
+    option("--engine [native|fsspec]", "Use this storage engine, or fail."),
     option("--fast DIR", "Check DIR for fast checkpoints on this node, too."),
 )
 def doctor(call: Call) -> Answer:

@@ -1,4 +1,4 @@
-"""The engine of the SDKs: S3 by botocore, GCS by google-auth and requests, Azure by azure-storage-blob.
+"""The native engine: S3 with botocore, GCS with google-auth and requests, Azure with azure-storage-blob.
 
 The names of the options are those of s3fs, gcsfs and adlfs, none of which it needs. An option that it does not know, or
 could not obey, is refused.
@@ -15,15 +15,40 @@ from ckptstore.runtime.extras import needs
 from ckptstore.storage.base import Storage
 from ckptstore.storage.cloud.aws import S3Files
 from ckptstore.storage.cloud.aws_settings import AwsSettings
-from ckptstore.storage.cloud.azure import AzureFiles
-from ckptstore.storage.cloud.client_options import INSIDE_FSSPEC, OF_AZURE, OF_GCS, OF_S3
+from ckptstore.storage.cloud.azure import VARIABLES, AzureFiles
 from ckptstore.storage.cloud.gcs import GcsFiles
 from ckptstore.storage.uri import Kind, Location, parse_uri
 
+INSIDE_FSSPEC = frozenset(
+    [
+        "asynchronous",
+        "batch_size",
+        "block_size",
+        "cache_options",
+        "cache_regions",
+        "cache_timeout",
+        "check_connection",
+        "default_block_size",
+        "default_cache_type",
+        "default_fill_cache",
+        "default_location",
+        "dircache",
+        "fixed_upload_size",
+        "listings_expiry_time",
+        "loop",
+        "max_concurrency",
+        "max_paths",
+        "skip_instance_cache",
+        "use_listings_cache",
+    ]
+)
+"""Options that concern only the inside of fsspec, not the place of the bytes or the access to them."""
 _KNOWN: Mapping[Kind, frozenset[str]] = {
-    "s3": OF_S3 | {"client_kwargs", "config_kwargs", "requester_pays", "s3_additional_kwargs"},
-    "gcs": OF_GCS,
-    "azure": OF_AZURE | {"connection_timeout", "credential", "read_timeout"},
+    "s3": frozenset(["anon", "endpoint_url", "key", "password", "profile", "secret", "token", "use_ssl", "username"])
+    | {"client_kwargs", "config_kwargs", "requester_pays", "s3_additional_kwargs"},
+    "gcs": frozenset(["access", "consistency", "endpoint_url", "project", "timeout", "token"]),
+    "azure": frozenset([*VARIABLES, "account_host", "anon", "assume_container_exists", "blocksize", "location_mode"])
+    | {"connection_timeout", "credential", "read_timeout", "socket_timeout"},
 }
 _ONLY_OFF: Mapping[Kind, frozenset[str]] = {
     "s3": frozenset({"session", "version_aware"}),
@@ -33,7 +58,7 @@ _ONLY_OFF: Mapping[Kind, frozenset[str]] = {
 """Options of those packages that are not obeyed here: a program may give them to say that it does not want them."""
 
 
-def open_sdk(uri: str, storage_options: Mapping[str, Any] | None = None) -> Storage:
+def open_native(uri: str, storage_options: Mapping[str, Any] | None = None) -> Storage:
     """Return the storage at an s3, gs or az URI. It connects on its first use.
 
     Raises InvalidInput for options that it does not know, and for an SDK that is not installed.
@@ -43,7 +68,7 @@ def open_sdk(uri: str, storage_options: Mapping[str, Any] | None = None) -> Stor
     kind: Kind = location.kind or "s3"
     needs(kind, what=repr(location.uri))
     _check_names(location, kind, options)
-    opened_as = (open_sdk, (uri, options))
+    opened_as = (open_native, (uri, options))
     if kind == "s3":
         return S3Files(location, AwsSettings(location, options), opened_as)
     if kind == "gcs":
