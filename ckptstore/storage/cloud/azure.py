@@ -42,7 +42,8 @@ VARIABLES = {
     "tenant_id": "AZURE_STORAGE_TENANT_ID",
 }
 _MAX_PUT_BYTES = 5000 << 20
-_READ_BYTES = 16 << 20
+_MAX_GET_BYTES = 1 << 40
+"""More than any blob has: the SDK reads each range in one request, of which nothing is left for it (`_checking`)."""
 _COPY_POLL_SECONDS = 0.5
 
 
@@ -74,9 +75,7 @@ class AzureFiles(CloudFiles):
         if version:
             pin |= {"etag": f'"{version}"', "match_condition": MatchConditions.IfNotModified}
         with self.seam("read", key):
-            answer = self.blob(key).download_blob(raw_response_hook=_checking(key, version), **pin)
-            for chunk in answer.chunks():
-                filling.take(chunk)
+            answer = self.blob(key).download_blob(raw_response_hook=_checking(key, version, filling), **pin)
         return int(answer.properties.size)
 
     def stat(self, key: str) -> StoredFile:
@@ -137,8 +136,7 @@ class AzureFiles(CloudFiles):
             "raw_request_hook": self._dated,
             "retry_total": 0,  # there is one layer of retries, above
             "max_single_put_size": _MAX_PUT_BYTES,
-            "max_single_get_size": _READ_BYTES,
-            "max_chunk_get_size": _READ_BYTES,
+            "max_single_get_size": _MAX_GET_BYTES,
             "proxies": self._route.proxies(azure_url(names)),
             "transport": transport,
         }
@@ -234,8 +232,9 @@ class _Blocks:
         """Do nothing: Azure drops the blocks by itself."""
 
 
-def _checking(key: str, version: str | None = None) -> Callable[[Any], None]:
-    """Return a hook that checks each response to a download, which may take several requests."""
+def _checking(key: str, version: str | None = None, filling: Filling | None = None) -> Callable[[Any], None]:
+    """Return a hook that checks the response to a download, and takes its body from the socket if views are to be
+    filled: the SDK would copy it twice."""
 
     def check(response: Any) -> None:
         answer, asked = response.http_response, response.http_request.headers
@@ -247,6 +246,8 @@ def _checking(key: str, version: str | None = None) -> Callable[[Any], None]:
                 raise StorageUnavailable("The answer is not one to the request: it is the whole file", file=key)
             offset = int(match[1]) if match else 0
             check_head(key, answer.status_code, answer.headers, offset=offset, version=version)
+            if filling is not None:
+                filling.read_from(answer.internal_response.raw.readinto, filling.missing_bytes)
         except StorageUnavailable:
             answer.internal_response.close()
             raise
