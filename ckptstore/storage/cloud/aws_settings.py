@@ -82,11 +82,6 @@ class AwsSettings:
         return "AWS_DEFAULT_PROFILE" if os.environ.get("AWS_DEFAULT_PROFILE") else "AWS_PROFILE"
 
     @property
-    def is_plain(self) -> bool:
-        """True if requests go without TLS."""
-        return self.address.endpoint_url.startswith("http://")
-
-    @property
     def is_anonymous(self) -> bool:
         """True if requests are not signed."""
         return not self.address.signature
@@ -283,7 +278,7 @@ class AwsSettings:
         address: AwsAddress | None = getattr(self, "address", None)
         if address is not None:
             config.setdefault("proxies", route.proxies(address.endpoint_url))
-            signed = self.is_plain and not self.sends_checksum
+            signed = address.endpoint_url.startswith("http://") and not self.sends_checksum
             config["s3"] = {"payload_signing_enabled": signed, **(config.get("s3") or {})}
         config["retries"] = {"total_max_attempts": 1}  # there is one layer of retries, above
         if self.options.get("anon"):

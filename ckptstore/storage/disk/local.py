@@ -139,7 +139,7 @@ class LocalStorage(Storage):
 
     def read_if_there(self, key: str) -> bytes | None:
         try:
-            with open(self._path(key), "rb", buffering=0, opener=_open_old) as file:
+            with open(self._path(key), "rb", buffering=0, opener=lambda path, _: os.open(path, _OLD)) as file:
                 return file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return None
@@ -469,10 +469,6 @@ class LocalStorage(Storage):
             needed_bytes=needed_bytes,
             directory=self._root,
         )
-
-
-def _open_old(path: str, _flags: int) -> int:
-    return os.open(path, _OLD)
 
 
 def _remove(path: str) -> None:

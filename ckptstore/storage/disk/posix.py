@@ -347,13 +347,6 @@ def free_bytes(directory: str) -> int:
     return facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize
 
 
-def has_no_inodes(directory: str) -> bool:
-    """Return True if the file system of a directory has no inode left for a new file. Those that make inodes as they
-    need them report none at all. Raises OSError."""
-    facts = os.statvfs(_existing(directory))
-    return facts.f_files > 0 and facts.f_favail == 0
-
-
 def check_replaceable(path: Path, *, may_be_current: bool = False) -> None:
     """Raise InvalidInput for a path at which a rename cannot put another directory, and for the current directory, in
     which this process and the shell around it would be lost, unless it `may_be_current`."""
@@ -409,7 +402,8 @@ def translate(error: OSError, *, what: str, file: str, directory: str, needed_by
             reason += f": {needed_bytes:,} bytes are needed"
         with contextlib.suppress(OSError):
             reason += f", {free_bytes(directory):,} bytes are free"
-            if has_no_inodes(directory):
+            facts = os.statvfs(_existing(directory))
+            if facts.f_files > 0 and facts.f_favail == 0:  # those that make inodes as they need them report none at all
                 reason += ", but no inodes: the file system takes no more files"
                 return StorageFull(reason, file=file, hint="Remove files, many small ones first")
         return StorageFull(reason, file=file, hint="Make room, or have retention keep less")
