@@ -243,3 +243,13 @@ def test_the_caller_gives_signs_of_life_while_bytes_move() -> None:
     with beating(sign.set):
         pool.run([work] * 2)
     pool.close()
+
+
+def test_where_no_thread_can_start_the_caller_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done: list[int] = []
+    Pool(2).run([lambda run: done.append(1)] * 3)
+    assert len(done) == 3
