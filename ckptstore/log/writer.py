@@ -200,6 +200,7 @@ class Log(LogReader):
                 # Else another writer was faster: its record is the newest one now, and `decide` looks again.
                 if landed.write_id == record.write_id:
                     self._tip = self._written = landed
+                    # It is linked to `newest`, which was checked: the next append need not walk to it again.
                     self._linked = landed.number
                     self._write_hint(landed)
                     return landed
