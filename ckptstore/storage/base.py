@@ -170,7 +170,7 @@ class ProcessBound(Storage):
 
 @cache
 def _has_methods(family: type, power: Any) -> bool:
-    return all(hasattr(family, name) for name in methods_of(power))
+    return all(getattr(family, name, None) is not None for name in methods_of(power))  # as typing does it
 
 
 class _OfPower(type(Protocol)):  # type: ignore[misc]

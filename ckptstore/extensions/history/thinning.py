@@ -66,7 +66,7 @@ class ThinReport:
 def thin(job: Job, step: int, drop: Any, *, force: bool = False, dry_run: bool = False) -> ThinReport:
     """Drop the keys that fit a pattern from the live checkpoint of a step; see `Catalogue.thin`."""
     step = check_step(step)
-    patterns = patterns_of(drop or (), name="drop") or ()
+    patterns = patterns_of(() if drop is None else drop, name="drop") or ()
     check_has_trash(job)
     newest = job.log.newest()
     if newest is not None and job.epoch is not None and newest.state.epoch != job.epoch:
