@@ -91,7 +91,7 @@ def of_store(store: Any) -> dict[str, Callable[[], Any]]:
         "history": store.history,
         "annotate": lambda: store.annotate(4, {"judged": 1.0}),
         "follow": lambda: list(store.follow(timeout_seconds=0)),
-        "retain": lambda: store.retain(store.retention),
+        "retain": lambda: store.retain(import_module("ckptstore").KeepAll()),
         "retention": lambda: store.retention,
         "exists": store.exists,
         "verify_log": store.verify_log,
