@@ -141,7 +141,7 @@ def manifest_of(
         created_at=time.time(),
         files=tuple(sorted_receipts(contents.receipts)),
         directories=tuple(contents.directories),
-        metrics=request.metrics,
+        metrics=dict(sorted(request.metrics.items())),  # as readers get them: trackers may take the first alone
         metadata=request.metadata,
         extra=extra,
     )
