@@ -143,12 +143,15 @@ class Record:
 
     @cached_property
     def _encoded(self) -> bytes:
+        kind = next(name for name, cls in _KINDS.items() if isinstance(self.change, cls))
+        if isinstance(self.change, Commit) and self.change.thins is not None:
+            kind = "thin"
         text = dump_json(
             {
                 **self.extra,
                 "version": FORMAT_VERSION,
                 "number": self.number,
-                "kind": _kind_of(self.change),
+                "kind": kind,
                 "change": _change_to_json(self.change),
                 "previous": self.previous,
                 "write_id": self.write_id,
@@ -234,12 +237,6 @@ def _boolean(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{value!r} is neither true nor false")
     return value
-
-
-def _kind_of(change: Change) -> str:
-    if isinstance(change, Commit):
-        return "checkpoint" if change.thins is None else "thin"
-    return next(name for name, cls in _KINDS.items() if isinstance(change, cls))
 
 
 def _change_to_json(change: Change) -> dict[str, Any]:

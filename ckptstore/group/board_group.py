@@ -341,7 +341,8 @@ class Lane:
     def _post_result(self, result: Message, fault: Fault) -> None:
         key = self._keys.result(self._call)
         try:
-            self._group.post(key, result)
+            with hurried() if isinstance(fault, StorageUnavailable) else nullcontext():  # it was retried for long
+                self._group.post(key, result)
         except BaseException as error:
             self._group.owed[key] = result
             if not isinstance(error, CkptstoreError):
@@ -523,8 +524,6 @@ class _Attended(Meeting):
 
 class BoardGroup(Lane):
     """One process as one rank at a board. See `Group` for what is guaranteed. It is the main lane itself."""
-
-    rank_timeout_seconds: float
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from ckptstore.group.storage_group import StorageGroup
 from ckptstore.runtime.beat import beat
 from ckptstore.runtime.shown import show_ranks
 from ckptstore.storage.base import Storage
+from ckptstore.storage.retry import briefly
 
 SOLO = "solo"
 """The value of `group` for a process that works alone, whatever the environment says."""
@@ -115,7 +116,7 @@ def check_shared(group: Group, storage: Storage, *, config: StoreConfig | None =
             meeting.tell(lambda: _judge(nodes, group, storage))
     finally:
         if group.rank == LEADER:
-            with suppress(CkptstoreError):  # one small object stays below probe/; nothing reads it
+            with suppress(CkptstoreError), briefly():  # one small object stays below probe/; nothing reads it
                 storage.delete([key])
 
 

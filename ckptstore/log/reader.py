@@ -25,6 +25,7 @@ from ckptstore.format.record import Record
 from ckptstore.runtime.fork import new_lock_in_child
 from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import MAY_NOT_LIST, CreatesExclusively, Disk, Storage
+from ckptstore.storage.retry import briefly
 from ckptstore.storage.second_look import looked_twice
 
 logger = logging.getLogger("ckptstore")
@@ -246,7 +247,8 @@ class LogReader:
             return self.record_time(newest.number) if newest else 0.0
         finally:
             try:
-                self._storage.delete([key])
+                with briefly():
+                    self._storage.delete([key])
             except AccessDenied:
                 self._clock_key = key  # one file stays, not one for each call
             except CkptstoreError as error:

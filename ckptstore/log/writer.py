@@ -31,7 +31,7 @@ from ckptstore.runtime.beat import beat
 from ckptstore.runtime.parallel import Behind, mapped
 from ckptstore.storage.base import CreatesExclusively, Disk, Storage, Unsupported
 from ckptstore.storage.probe import has_exclusive_create, is_server
-from ckptstore.storage.retry import briefly
+from ckptstore.storage.retry import briefly, hurried
 from ckptstore.storage.second_look import looked_twice, tell
 from ckptstore.storage.traffic import traffic_here
 
@@ -175,7 +175,8 @@ class Log(LogReader):
         try:
             return self._append(decide)
         except CkptstoreError as error:
-            record = self.commit_of(commits) if commits is not None and error.committed is None else None
+            with hurried():  # the log was asked for as long as retries last
+                record = self.commit_of(commits) if commits is not None and error.committed is None else None
             if record is None:
                 raise
             return record
@@ -212,7 +213,9 @@ class Log(LogReader):
         state before. A record that is missing is a fault also where a search for the newest one ends before it. Raises
         StorageError if the storage fails for longer than retries last.
         """
-        top = self._highest_number()
+        hint = self._read_hint()
+        numbers = [parse_record_key(file.key) or 0 for file in self._storage.list(LOG_PREFIX)]
+        top = max(self._find_top(None)[0], hint.newest.number if hint else 0, *numbers)
         problems = [] if top else self._lost()
         before: Record | None = None
 
@@ -222,12 +225,6 @@ class Log(LogReader):
                 problems += record_problem(number, before, found)
                 before = found if isinstance(found, Record) else None
         return problems
-
-    def _highest_number(self) -> int:
-        """Return the highest number that was ever taken, as far as the files of the log and the hint tell."""
-        hint = self._read_hint()
-        numbers = [parse_record_key(file.key) or 0 for file in self._storage.list(LOG_PREFIX)]
-        return max(self._find_top(None)[0], hint.newest.number if hint else 0, *numbers)
 
     def _lost(self) -> list[str]:
         """Return the fault of an empty log beside checkpoints: their job wrote its claim before them."""
@@ -402,15 +399,14 @@ class Log(LogReader):
         except CkptstoreError as error:
             raise _unknown(record, error) from error
 
-    def _write_alone(self, key: str, view: memoryview) -> None:
-        for tries_left in reversed(range(_ALONE_TRIES)):
-            self._storage.write(key, [view])
-            try:
-                self._storage.persist([key])
-                return
-            except StorageUnavailable:  # after a failed fsync the file has to be written again
-                if not tries_left:
-                    raise
+    def _write_alone(self, key: str, view: memoryview, tries: int = _ALONE_TRIES) -> None:
+        self._storage.write(key, [view])
+        try:
+            self._storage.persist([key])
+        except StorageUnavailable:  # after a failed fsync the file has to be written again
+            if tries == 1:
+                raise
+            self._write_alone(key, view, tries - 1)
 
     def _read_back(self, number: int) -> Record:
         found, key = self._fetch(number), record_key(number)

@@ -10,6 +10,7 @@ from ckptstore.errors import CkptstoreError
 from ckptstore.format.layout import PROBE_PREFIX
 from ckptstore.runtime.parallel import mapped
 from ckptstore.storage.base import CreatesExclusively, Storage, Unsupported
+from ckptstore.storage.retry import briefly
 
 _RACERS = 8
 _RACE_SECONDS = 5.0
@@ -50,5 +51,5 @@ def has_exclusive_create(storage: Storage) -> bool:
             raise errors[0]
         return wins == 1 and not storage.create(key, b"late")
     finally:
-        with suppress(CkptstoreError):
+        with suppress(CkptstoreError), briefly():  # the creates may have been retried for all of the time
             storage.delete([key])

@@ -33,6 +33,7 @@ from ckptstore.node_cache.place import boot_id
 from ckptstore.runtime.file_locks import is_locked, is_named, lock_open_file
 from ckptstore.runtime.parallel import started
 from ckptstore.storage.base import Disk, Storage, StoredFile
+from ckptstore.storage.retry import briefly
 
 FRESH_SECONDS = 600.0
 RENEW_SECONDS = 120.0
@@ -109,7 +110,8 @@ class _Lease:
             self.is_over = True
             self.unlock()
             try:
-                self.storage.delete([self.key] if self.key else [])
+                with briefly():
+                    self.storage.delete([self.key] if self.key else [])
             except StorageError as error:
                 logger.debug("the lease %s could not be removed: %s", self.key, error)
 

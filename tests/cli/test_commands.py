@@ -261,7 +261,8 @@ def test_no_name_in_a_store_controls_the_terminal(run: Any, tmp_path: Path) -> N
             state = {evil: torch.full((3,), float(step)), "list": [step]}
             opened.save(step, state, metrics={evil: step}, metadata={evil: evil, "nested": {evil: step}})
     commands: list[tuple[object, ...]] = [("ls", tmp_path), ("ls", root, "--metric", evil), ("show", root, "--tensors")]
-    commands += [("verify", root), ("diff", "--values", f"{root}@1", f"{root}@2")]
+    commands += [("verify", root), ("diff", "--values", f"{root}@1", f"{root}@2"), ("ls", root), ("show", root)]
+    commands += [("show", root, "--timings"), ("prune", root, "--keep", "latest=1", "--dry-run")]
     for command in commands:
         text = run(*command).stdout
         assert "\x1b" not in text, command

@@ -40,10 +40,12 @@ def save_of(
 @pytest.mark.parametrize(
     ("board", "who", "what", "at_call"),
     [
-        *((board, 0, what, 32) for board in ("torch", "storage") for what in ("checkpoints/", "log/", "")),
+        *((board, 0, what, 31) for board in ("torch", "storage") for what in ("checkpoints/", "log/", "")),
         *(("storage", 2, what, 27) for what in ("checkpoints/", "")),
         *(("torch", 2, what, 3) for what in ("checkpoints/", "")),
         *(("storage", 2, "", at_call) for at_call in (16, 23, 30)),  # while it reads a result, posts an answer, stores
+        *(("storage", 0, "", at_call) for at_call in range(20, 45, 4)),
+        *(("torch", 0, "", at_call) for at_call in (20, 28, 40, 44)),  # the last of them while it commits
     ],
 )
 def test_throttled_for_an_hour_the_save_fails_everywhere_in_time(

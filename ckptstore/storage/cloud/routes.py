@@ -104,7 +104,7 @@ def route_to(url: str, bundles: Sequence[tuple[str, str | None]], *, verify: boo
         return Route(proxy_url, proxy_from)
     if verify is not None and verify is not True:
         return Route(proxy_url, proxy_from, verify, "verify")
-    system = _system_bundle()
+    system = next((path for path in _BUNDLES if os.path.isfile(path)), None)  # what this machine trusts
     for name, path in (*bundles, ("SSL_CERT_FILE", os.environ.get("SSL_CERT_FILE"))):
         if path:
             return Route(proxy_url, proxy_from, path, "" if _is_same_file(path, system) else name)
@@ -114,11 +114,6 @@ def route_to(url: str, bundles: Sequence[tuple[str, str | None]], *, verify: boo
 def variables(*names: str) -> list[tuple[str, str | None]]:
     """Return variables with their values, as `route_to` takes them."""
     return [(name, os.environ.get(name)) for name in names]
-
-
-def _system_bundle() -> str | None:
-    """Return the file of the certificates that this machine trusts, None if it has none."""
-    return next((path for path in _BUNDLES if os.path.isfile(path)), None)
 
 
 def requests_route(url: str) -> Route:

@@ -50,22 +50,23 @@ def _metric(word: str) -> tuple[str, float]:
     raise click.UsageError(f"{word!r} is not like eval_loss=0.25")
 
 
+def _pinned(call: Call, is_pinned: bool) -> Answer:
+    store, step = call.open_step()
+    (store.pin if is_pinned else store.unpin)(step)
+    yield {"uri": store.uri, "step": step, "is_pinned": is_pinned}
+    yield f"step {step} is {'' if is_pinned else 'not '}pinned"
+
+
 @command(TARGET)
 def pin(call: Call) -> Answer:
     """Protect STORE@STEP from retention until it is unpinned."""
-    store, step = call.open_step()
-    store.pin(step)
-    yield {"uri": store.uri, "step": step, "is_pinned": True}
-    yield f"step {step} is pinned"
+    return _pinned(call, True)
 
 
 @command(TARGET)
 def unpin(call: Call) -> Answer:
     """Let retention remove STORE@STEP again."""
-    store, step = call.open_step()
-    store.unpin(step)
-    yield {"uri": store.uri, "step": step, "is_pinned": False}
-    yield f"step {step} is not pinned"
+    return _pinned(call, False)
 
 
 @command(TARGET)
